@@ -236,7 +236,7 @@ class Load:
         if number % 8 == 0:
             request.set_attribute("number", number)
             request.set_attribute("name", f"request {number}")
-        request.submitted(ENGINE, 1, PROMPT, STEPS)
+        request.record_submitted(ENGINE, 1, PROMPT, STEPS)
         request.record_event(events.RequestReceived(_clock.now()))
         return request
 

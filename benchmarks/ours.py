@@ -178,7 +178,7 @@ class Binding:
         request: Any = start.open_request(
             f"chat {MODEL}", owner=ENGINE, around=self._around, operation="chat", provider=ENGINE, model=MODEL
         )
-        request.submitted(ENGINE, 1, 0, 0)
+        request.record_submitted(ENGINE, 1, 0, 0)
         request.record_event(events.RequestReceived(_clock.now()))
         sequence.live, sequence.packed = request, request.packed
         self._open.add(sequence)

@@ -155,7 +155,7 @@ def _request() -> None:
     request: Any = start.open_request(
         "chat", owner="benchmark", operation="chat", provider="benchmark", model="tiny"
     )
-    request.submitted("benchmark", 1, 100, 100)
+    request.record_submitted("benchmark", 1, 100, 100)
     request.record_event(events.RequestReceived(_clock.now()))
     request.record_event(events.EngineFinished(_clock.now(), "length", 100))
     request.close()

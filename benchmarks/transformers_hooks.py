@@ -120,7 +120,7 @@ class Derived:
 
     def state_whole(self) -> None:
         """The next step is a keyframe."""
-        self.scheduler._otel_infer_batches.log.begin_anew()
+        self.scheduler._otel_infer_batches.writer.force_keyframe()
 
     # ── what is measured ─────────────────────────────────────────────────────────────────────────────────────────
 

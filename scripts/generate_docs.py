@@ -250,10 +250,12 @@ def attributes_page() -> str:
         "# Attributes\n",
         "These are all attributes that otel_infer sets on spans. The column *reveals* helps with a privacy review.",
         "Attributes of metrics are in [spans and metrics](telemetry.md#metrics).\n",
-        f"- **{NUMBER}**: a measurement, a flag, or a word from a list in the code.",
-        f"- **{NAME}**: chosen by the operator or the code, such as a model, a route template or an exception type.",
-        f"- **{ID}**: identifies one request.",
-        f"- **{CALLER}**: text of the caller, only if you configure it.\n",
+        "| reveals | values |",
+        "|---|---|",
+        f"| {NUMBER} | a measurement, a flag, or a word from a list in the code |",
+        f"| {NAME} | chosen by the operator or the code: a model, a route template, an exception type |",
+        f"| {ID} | identifies one request |",
+        f"| {CALLER} | text of the caller, only if you configure it |\n",
         "Attributes and events that *your* code sets on the request span are exported as you set them.",
         "`OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT` and `OTEL_SPAN_ATTRIBUTE_VALUE_LENGTH_LIMIT` apply to them.\n",
         "## Request span\n",
@@ -411,10 +413,10 @@ Each server (`job`) and model has its own budget.
 
 1. **Open the dashboard.** The annotation `dashboard_url` leads to a dashboard with the alert's `job` selected. `runbook_url`
    leads to the runbook below, if `slo.yaml` has `runbooks`. Set the time range to the minutes before the alert.
-2. **Find the cause.** On *Overview*, row *Whose fault is it?*, compare *Slow requests: their time by cause* with *All requests: their
-   time by cause*. The band that is wider for slow requests is the cause. [Causes](reference/causes.md) has its change.
-3. **Open a slow request.** In the heatmap *Time to first token* or *Time between tokens*, click a point above the main band, then
-   *Trace* in its box. [The data source](dashboards.md#from-a-point-to-its-trace) must have exemplars configured.
+2. **Find the cause.** On *Overview*, row *Causes of slow requests*, compare *Slow requests: time by cause* with
+   *All requests: time by cause*. The band that is wider for slow requests is the cause. [Causes](reference/causes.md) has its change.
+3. **Open a slow request.** In the heatmap *Time to first token* or *Time between tokens*, click a point above the main band.
+   Then click *Trace* in its box. [The data source](dashboards.md#from-a-point-to-its-trace) must have exemplars configured.
    Without exemplars, *Request anatomy*, row *Single requests*, lists slow requests.
 4. **Read its request span.** `infer.latency.top_cause` names its largest cause. `infer.slo.missed` names the objective it missed.
    A span link with `infer.interference.delay` leads to the request that delayed it most.

@@ -1,4 +1,4 @@
-"""What every test shares: tiny models, and a session that says what it did not run."""
+"""Shared fixtures: tiny models, and a summary of skipped tests at the end of a session."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from hypothesis import settings
 if TYPE_CHECKING:
     from tests.support.rings import Recording
 
-# Models are made here; whatever asks the hub by mistake fails at once instead of waiting for a network.
+# Models are created locally. Access to the hub by mistake fails at once instead of waiting for a network.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-# A machine shared with others has no honest deadline per example.
-# In CI the examples are the same in every run; at home they are new ones each time.
+# A shared machine allows no deadline per example.
+# In CI the examples are the same in every run; locally they are new in each run.
 settings.register_profile("shared-machine", deadline=None, derandomize="CI" in os.environ)
 settings.load_profile("shared-machine")
 
@@ -29,7 +29,7 @@ NO_REASON = {"", "unconditional skip", "<Skipped instance>"}
 
 @pytest.fixture(scope="session")
 def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a tiny causal language model."""
+    """Returns the folder of a tiny causal language model."""
     pytest.importorskip("transformers", reason="transformers is not installed")
     from tests.support.tiny import make_model
 
@@ -38,7 +38,7 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a tiny encoder."""
+    """Returns the folder of a tiny encoder."""
     pytest.importorskip("transformers", reason="transformers is not installed")
     from tests.support.tiny import make_encoder
 
@@ -47,7 +47,7 @@ def tiny_encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def recording() -> Iterator[Recording]:
-    """What this process states, for those who need no more than that."""
+    """Records the events of this process."""
     from tests.support.rings import Recording
 
     recording = Recording()
@@ -56,11 +56,9 @@ def recording() -> Iterator[Recording]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--skips-to", metavar="FILE", help="write the skipped tests to FILE, for a later run")
     parser.addoption(
-        "--skips-to", metavar="FILE", help="write there what was skipped, for a run that follows"
-    )
-    parser.addoption(
-        "--skips-from", metavar="FILE", help="name at the end what a run before had skipped as well"
+        "--skips-from", metavar="FILE", help="include the tests skipped by an earlier run in the summary"
     )
 
 
@@ -75,7 +73,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _why_no_gpu() -> str | None:
-    """Asked only when a gpu test was collected: importing torch takes seconds."""
+    """Returns why gpu tests are skipped. Called only when one was collected, because importing torch takes seconds."""
     try:
         import torch
     except ImportError:
@@ -84,7 +82,7 @@ def _why_no_gpu() -> str | None:
 
 
 def _skipped(reporter: pytest.TerminalReporter) -> list[tuple[str, str]]:
-    """(test, reason) of everything skipped, a module skipped at import included."""
+    """Returns (test, reason) of everything skipped, including a module skipped at import."""
     found = []
     for report in reporter.stats.get("skipped", []):
         reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
@@ -93,7 +91,7 @@ def _skipped(reporter: pytest.TerminalReporter) -> list[tuple[str, str]]:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """A skip that does not say why fails the session."""
+    """Fails the session if a skip has no reason."""
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     if reporter is not None and any(reason in NO_REASON for _, reason in _skipped(reporter)):
         session.exitstatus = max(session.exitstatus, pytest.ExitCode.TESTS_FAILED)

@@ -11,7 +11,7 @@ import contextlib
 import json
 import logging
 import logging.handlers
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from typing import Any
 
 from opentelemetry import trace
@@ -116,7 +116,7 @@ def build_fields(record: RequestRecord, decision: tail_sampler.Decision) -> dict
         else "",
         "telemetry_lost": record.telemetry_lost,
     }
-    at = datetime.fromtimestamp((record.ended_at + record.wall_offset) / 1e9, timezone.utc)
+    at = datetime.fromtimestamp((record.ended_at + record.wall_offset) / 1e9, UTC)
     return {"ended_at": at.isoformat(timespec="milliseconds"), **{k: v for k, v in fields.items() if v}}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from typing import NamedTuple
 
 from scripts.preview.answers import Exemplar, Span
@@ -61,7 +61,7 @@ def below(plot: Box, span: Span) -> str:
         at = first + i * step
         x = across(at, span, plot)
         if plot.left + 16 <= x <= plot.right - 12:
-            clock = datetime.fromtimestamp(at, timezone.utc).strftime(form)
+            clock = datetime.fromtimestamp(at, UTC).strftime(form)
             said.append(text(x, plot.bottom + 14, clock, 70, 10, text_anchor="middle"))
     return "".join(said)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
 from otel_infer.cli.report.html_helpers import escape_text
@@ -136,7 +136,7 @@ def _head(board: Mapping[str, Any], span: Span) -> str:
     """Title, what it is of, what it is not, and what can be chosen."""
     left, right = EDGE + GAP / 2, WIDTH - EDGE - GAP / 2
     badge = wide(PREVIEW, 12) + 16
-    begin, end = (datetime.fromtimestamp(at, timezone.utc) for at in (span.start, span.end))
+    begin, end = (datetime.fromtimestamp(at, UTC) for at in (span.start, span.end))
     when = f"{begin:%Y-%m-%d %H:%M} – {end:%H:%M} UTC, rates over {span.window}"
     return "".join(
         [

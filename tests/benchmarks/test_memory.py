@@ -81,6 +81,7 @@ def test_growth_by_a_few_pages_passes() -> None:
 def test_a_varying_request_rate_is_inconclusive() -> None:
     _, sidecar, *_ = lines_of(series(1000, slower_after=70), 1000, counted(1000), 0)
     assert sidecar.verdict == INCONCLUSIVE
+    assert "240 s" in sidecar.control
     assert "-29.9 %" in sidecar.control
 
 
@@ -91,6 +92,7 @@ def test_a_run_within_its_warm_up_is_inconclusive() -> None:
     _, sidecar, *_ = lines_of(short, 1000, counted(1000), 0)
     assert sidecar.verdict == INCONCLUSIVE
     assert "too short" in sidecar.control
+    assert "240 s" in sidecar.control
 
 
 def test_steps_over_budget_are_no_loss() -> None:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from otel_infer import cli
+from otel_infer import cli, semconv
 from otel_infer._bootstrap.install import detect_resource
 from otel_infer.config import environment
 from otel_infer.ringbuffer.merged_reader import MergedReader
@@ -27,8 +27,6 @@ ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "tests" / "tapes" / "renamed"
 NAMES = sorted(path.name.removesuffix(".json.gz") for path in FOLDER.glob("*.json.gz"))
 PAGE = ROOT / "docs" / "reference" / "renamed-names.md"
-CLASSES = {"EventAdded": "SpanEventAdded", "FactsLost": "EventsLost"}
-"""Class names of events, which a tape holds."""
 PROSE = {"evidence", "complaint", "meaning", "change", "note"}
 """Keys of `explain` whose values are sentences."""
 VOLATILE = ("infer.self.cpu", "infer.self.memory", "infer.self.steps.share")
@@ -71,12 +69,12 @@ def recorded(request: pytest.FixtureRequest, tmp_path: Path) -> Recorded:
     source = FOLDER / f"{request.param}.tape"
     if not source.exists():
         (source,) = (ROOT / "tests" / "tapes").glob(f"demo-*{request.param}*.tape")
-    lines = gzip.decompress(source.read_bytes()).decode()
-    for old, new in CLASSES.items():
-        lines = lines.replace(f'"{old}"', f'"{new}"')
+    names = renamed()
+    lines = [json.loads(line) for line in gzip.decompress(source.read_bytes()).splitlines()]
     tape = tmp_path / "a.tape"
-    tape.write_bytes(gzip.compress(lines.encode()))
-    return Recorded(tape, translate(expected, renamed()))
+    with gzip.open(tape, "wt", encoding="utf-8") as out:
+        out.writelines(json.dumps(translate(line, names)) + "\n" for line in lines)
+    return Recorded(tape, translate(expected, names))
 
 
 def command(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -110,7 +108,7 @@ def test_metrics_are_the_same(recorded: Recorded, monkeypatch: pytest.MonkeyPatc
     horizon = 0
     for batch in file.read_batches(recorded.tape):
         horizon = batch.horizon
-        pipeline.assembler.feed(batch.recorded_events)
+        pipeline.assembler.feed_events(batch.recorded_events)
         pipeline.export_requests(horizon)
     pipeline.export_without_grace(horizon)
     told = json.loads(pipeline._snapshot_metrics().to_json())
@@ -143,3 +141,12 @@ def test_the_report_has_the_same_figures(recorded: Recorded, capsys: pytest.Capt
     page = recorded.tape.with_suffix(".html")
     command(capsys, "report", str(recorded.tape), "--out", str(page))
     assert re.findall(r'<td class="n">([^<]*)</td>', page.read_text()) == recorded.expected["report"]
+
+
+def test_only_the_new_names_are_on_the_wire() -> None:
+    names = {metric.name for metric in semconv.METRICS}
+    names |= {value for value in vars(semconv).values() if isinstance(value, str)}
+    names |= {*semconv.CAUSES, *semconv.LATENCY_BY_CAUSE.values()}
+    ours = {old: new for old, new in renamed().items() if old.startswith("infer.")}
+    assert [old for old in ours if old in names] == []
+    assert [new for new in ours.values() if new not in names and not new.endswith(".")] == []

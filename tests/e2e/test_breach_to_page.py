@@ -1,6 +1,6 @@
-"""One walk, end to end: an objective is missed, the sidecar writes a tape by itself, and its page tells what happened.
+"""From a missed objective to the report: the sidecar writes a tape, and its page shows what happened.
 
-A minute of ordinary load comes first, since the tape is to show what was before: so this takes more than a minute.
+A minute of ordinary load comes first, because the tape includes what preceded the breach. The tests take more than a minute.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ BEFORE_S = 60.0
 
 
 def command(*arguments: str) -> str:
-    ran = subprocess.run([sys.executable, "-m", "otel_infer", *arguments], capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stderr
-    return ran.stdout
+    done = subprocess.run([sys.executable, "-m", "otel_infer", *arguments], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 @pytest.fixture(scope="module")
@@ -39,52 +39,52 @@ def breach(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path) -> Breach
 
 
 @pytest.fixture(scope="module")
-def written(breach: Breach) -> Path:
-    """The page that `otel-infer report` makes of the tape."""
+def page_path(breach: Breach) -> Path:
+    """The page of the tape, from `otel-infer report`."""
     out = breach.tape.parent.parent / "breach.html"
     command("report", str(breach.tape), "--out", str(out))
     return out
 
 
-def test_a_breach_writes_a_tape_of_itself_and_of_the_minute_before(breach: Breach) -> None:
+def test_breach_tape_includes_the_preceding_minute(breach: Breach) -> None:
     assert len(breach.frozen) >= 3
     assert file.read_header(breach.tape)["by"] == "slo" and file.read_header(breach.tape)["slo"] == OBJECTIVES
-    told = report.read_recording(breach.tape)
-    by_trace = {record.trace_id.hex(): record for record in told.records}
+    recording = report.read_recording(breach.tape)
+    by_trace = {record.trace_id.hex(): record for record in recording.records}
     assert {*breach.ordinary, *breach.frozen} <= set(by_trace)
     breached_at = min(by_trace[trace_id].ended_at for trace_id in breach.frozen)
-    first = min(record.arrived_at for record in told.records)
+    first = min(record.arrived_at for record in recording.records)
     assert breached_at - first >= BEFORE_S * 1e9
-    assert breached_at - min(step.started_at for step in told.steps) >= BEFORE_S * 1e9
-    assert not any(record.telemetry_lost for record in told.records)
+    assert breached_at - min(step.started_at for step in recording.steps) >= BEFORE_S * 1e9
+    assert not any(record.telemetry_lost for record in recording.records)
 
 
-def test_nothing_that_people_sent_is_on_the_tape_or_in_the_page(breach: Breach, written: Path) -> None:
-    trace = written.with_suffix(".json")
-    command("report", str(breach.tape), "--out", str(written), "--perfetto", str(trace))
-    places = {
+def test_user_content_is_neither_on_tape_nor_page(breach: Breach, page_path: Path) -> None:
+    trace = page_path.with_suffix(".json")
+    command("report", str(breach.tape), "--out", str(page_path), "--perfetto", str(trace))
+    outputs = {
         "the tape": gzip.decompress(breach.tape.read_bytes()),
         "its name": str(breach.tape).encode(),
-        "the page": written.read_bytes(),
+        "the page": page_path.read_bytes(),
         "the trace": trace.read_bytes(),
-        "what explain says": command("explain", str(breach.tape), "--json").encode(),
+        "output of explain": command("explain", str(breach.tape), "--json").encode(),
     }
     assert len(read_as_trace(trace.read_text())) > 1000
-    assert len(places["the tape"]) > 10_000 and len(places["the page"]) > 10_000
+    assert len(outputs["the tape"]) > 10_000 and len(outputs["the page"]) > 10_000
     found = [
         f"{kind} in {where}"
-        for where, said in places.items()
+        for where, content in outputs.items()
         for kind, canary in breach.canaries.items()
-        if canary.encode() in said
+        if canary.encode() in content
     ]
     assert found == []
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason=WHY_NONE)
-def test_the_page_opens_without_a_network_and_shows_the_breach_first_and_the_minute_before(
-    breach: Breach, written: Path, tmp_path: Path
+def test_page_works_offline_and_shows_the_breach_first(
+    breach: Breach, page_path: Path, tmp_path: Path
 ) -> None:
-    dom, urls = dumped(written.as_uri(), tmp_path, without_a_network())
+    dom, urls = dumped(page_path.as_uri(), tmp_path, without_a_network())
     page = Page(dom)
     assert urls == set()
     assert "scripted" in page.all("html")[0]["class"].split()
@@ -106,4 +106,4 @@ def test_the_page_opens_without_a_network_and_shows_the_breach_first_and_the_min
     before = min(arrived[trace] for trace in breach.frozen) - min(arrived[t] for t in breach.ordinary)
     assert before >= BEFORE_S
     ordinary = rows[traces.index(breach.ordinary[0])]
-    assert len(page.data(ordinary)["length"]) == 5  # the steps after the first token of a minute ago
+    assert len(page.data(ordinary)["length"]) == 5  # the steps after the first token, a minute earlier

@@ -1,4 +1,4 @@
-"""The same load with and without a fault: what the fault added is what is blamed on it, and without it nothing is."""
+"""The same load with and without a fault: the added latency is attributed to the fault, and only with the fault."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ import pytest
 from benchmarks import verdict
 from benchmarks.complaints import Asked, explained
 
-VICTIM = Asked(1.2, 77, 80)
+TARGET = Asked(1.2, 77, 80)
 EARLY = [Asked(0.1 * number, 20, 8) for number in range(10)]
-"""Whoever comes first shows what the engine's steps cost."""
-OFFENDER = Asked(1.6, 3000, 2)
+"""The first requests calibrate the cost of the engine's steps."""
+INTERFERER = Asked(1.6, 3000, 2)
 BLOCKER = Asked(1.25, 33, 2)
-BESIDE = {"interference": [OFFENDER], "event_loop": [BLOCKER]}
-"""Who comes as well where the cause is to be there."""
-PAIRS, MOST_PAIRS = 5, 18
-"""A machine that others use as well needs more of them."""
-LEAST, MOST = 1 / 1.2, 1 / 0.8
-"""What was added over what is blamed, where the blame is true within 20 %."""
-UNBLAMED = 0.02
-"""The share of a request that may be blamed on a cause that is not there."""
+EXTRA_REQUESTS = {"interference": [INTERFERER], "event_loop": [BLOCKER]}
+"""Extra requests of the faulty run, by cause."""
+MIN_PAIRS, MAX_PAIRS = 5, 18
+"""A shared machine needs more pairs."""
+MIN_RATIO, MAX_RATIO = 1 / 1.2, 1 / 0.8
+"""Added latency over attributed latency, for an attribution within 20 %."""
+MAX_UNFAULTED_SHARE = 0.02
+"""Largest share of a request that may be attributed to an absent cause."""
 
 pytestmark = [
     pytest.mark.slow,
@@ -37,21 +37,21 @@ pytestmark = [
 
 @pytest.fixture
 def quota_group() -> Iterator[str]:
-    """A control group whose CPU time may be limited from here."""
+    """A control group with a CPU quota that the test can set."""
     group = Path("/sys/fs/cgroup/cpu") / f"otel_infer-test-{uuid.uuid4().hex[:8]}"
     try:
         group.mkdir()
     except OSError:
-        pytest.skip("no control group of version 1 can be made here (cpu controller, root)")
+        pytest.skip("cannot create a control group of version 1 (cpu controller, root)")
     yield str(group)
     group.rmdir()
 
 
-def victim(faults: dict[str, Any], asked: list[Asked]) -> dict[str, Any]:
-    """What is said of the one request that is watched."""
+def explain_target(faults: dict[str, Any], requests: list[Asked]) -> dict[str, Any]:
+    """Returns what explain reports about the target request."""
     pytest.importorskip("uvicorn", reason="uvicorn is not installed")
-    said = explained(faults, asked)
-    (found,) = [one for one in said["worst"] if one["input_tokens"] == VICTIM.prompt]
+    report = explained(faults, requests)
+    (found,) = [request for request in report["worst"] if request["input_tokens"] == TARGET.prompt]
     return dict(found)
 
 
@@ -63,7 +63,7 @@ def victim(faults: dict[str, Any], asked: list[Asked]) -> dict[str, Any]:
         (
             "preemption",
             {},
-            {"preempted_prompt": VICTIM.prompt, "preempted_after": 30, "preempted_ms": 400},
+            {"preempted_prompt": TARGET.prompt, "preempted_after": 30, "preempted_ms": 400},
         ),
         (
             "event_loop",
@@ -72,66 +72,65 @@ def victim(faults: dict[str, Any], asked: list[Asked]) -> dict[str, Any]:
         ),
     ],
 )
-def test_what_a_fault_added_is_what_is_blamed_on_it(
+def test_added_latency_is_attributed_to_the_fault(
     cause: str, faults: dict[str, Any], faulty: dict[str, Any]
 ) -> None:
-    added_is_blamed(cause, faults, faulty)
+    assert_added_is_attributed(cause, faults, faulty)
 
 
 @pytest.mark.skipif(
-    len(os.sched_getaffinity(0)) < 2, reason="one core only: the load would starve the server too"
+    len(os.sched_getaffinity(0)) < 2, reason="one core only: the load would also starve the server"
 )
-def test_time_without_a_cpu_is_what_another_process_on_the_same_core_took() -> None:
+def test_starved_time_matches_a_competing_process() -> None:
     spin = {"spin": True}
-    added_is_blamed("starved", spin, {**spin, "struck_prompt": VICTIM.prompt, "hog_ms": 500})
+    assert_added_is_attributed("starved", spin, {**spin, "struck_prompt": TARGET.prompt, "hog_ms": 500})
 
 
-def test_throttled_time_is_what_the_quota_took(quota_group: str) -> None:
+def test_throttled_time_matches_the_quota(quota_group: str) -> None:
     spin = {"spin": True, "quota_group": quota_group}
-    faulty = {**spin, "struck_prompt": VICTIM.prompt, "throttled_ms": 700}
-    added_is_blamed("throttled", spin, faulty)
+    faulty = {**spin, "struck_prompt": TARGET.prompt, "throttled_ms": 700}
+    assert_added_is_attributed("throttled", spin, faulty)
 
 
-def added_is_blamed(cause: str, faults: dict[str, Any], faulty: dict[str, Any]) -> None:
-    """Pairs of runs: what the faulty one took longer is blamed on the cause, and nothing in the other.
+def assert_added_is_attributed(cause: str, faults: dict[str, Any], faulty: dict[str, Any]) -> None:
+    """Runs pairs: the added latency of the faulty run is attributed to the cause, and none in the other run.
 
-    As many pairs as the machine needs; one that cannot tell within `MOST_PAIRS` of them is a skip that says so.
+    Runs as many pairs as the machine needs, and skips after `MAX_PAIRS` without a result.
     """
-    asked = [*EARLY, VICTIM]
-    added, blamed, without = [], [], []
-    for number in range(1, MOST_PAIRS + 1):
-        plain = victim(faults, asked)
-        hit = victim(faulty, [*asked, *BESIDE.get(cause, ())])
-        assert sum(hit["causes_ms"].values()) == pytest.approx(hit["duration_ms"])
-        added.append(hit["duration_ms"] - plain["duration_ms"])
-        blamed.append(hit["causes_ms"].get(cause, 0.0))
+    requests = [*EARLY, TARGET]
+    added, attributed, without = [], [], []
+    for number in range(1, MAX_PAIRS + 1):
+        plain = explain_target(faults, requests)
+        with_fault = explain_target(faulty, [*requests, *EXTRA_REQUESTS.get(cause, ())])
+        assert sum(with_fault["causes_ms"].values()) == pytest.approx(with_fault["duration_ms"])
+        added.append(with_fault["duration_ms"] - plain["duration_ms"])
+        attributed.append(with_fault["causes_ms"].get(cause, 0.0))
         without.append(plain["causes_ms"].get(cause, 0.0) / plain["duration_ms"])
-        if number < PAIRS:
+        if number < MIN_PAIRS:
             continue
-        assert median(blamed) > 60, blamed
-        share, idle = _added_to_blamed(added, blamed), verdict.median(without)
-        if LEAST <= share.value <= MOST and idle.value <= UNBLAMED:
+        assert median(attributed) > 60, attributed
+        share, unfaulted = _added_to_attributed(added, attributed), verdict.median(without)
+        if MIN_RATIO <= share.value <= MAX_RATIO and unfaulted.value <= MAX_UNFAULTED_SHARE:
             return
-    assert share.low <= MOST and share.high >= LEAST, (added, blamed)
-    assert idle.low <= UNBLAMED, without
-    pytest.skip(
-        f"what else runs on this machine hides what the fault added: {[round(ms) for ms in added]} ms"
-    )
+    assert share.low <= MAX_RATIO and share.high >= MIN_RATIO, (added, attributed)
+    assert unfaulted.low <= MAX_UNFAULTED_SHARE, without
+    pytest.skip(f"other load on this machine hides the added latency: {[round(ms) for ms in added]} ms")
 
 
-def _added_to_blamed(added: list[float], blamed: list[float]) -> verdict.Figure:
-    """What was added, as a share of what was blamed: a share the noise of the one cannot make endless."""
-    took, told = np.array(added), np.array(blamed)
+def _added_to_attributed(added: list[float], attributed: list[float]) -> verdict.Figure:
+    """Returns added over attributed latency; the divisor is at least 1 ms, so noise cannot make it infinite."""
+    added_ms, attributed_ms = np.array(added), np.array(attributed)
     return verdict.bootstrapped(
-        len(took), lambda rows: float(np.median(took[rows]) / max(np.median(told[rows]), 1.0))
+        len(added_ms),
+        lambda rows: float(np.median(added_ms[rows]) / max(np.median(attributed_ms[rows]), 1.0)),
     )
 
 
-def test_streams_that_a_blocked_event_loop_does_not_send_are_told_so() -> None:
+def test_blocked_event_loop_is_named_for_stuttering_streams() -> None:
     pytest.importorskip("uvicorn", reason="uvicorn is not installed")
     streams = [Asked(0.2 + 0.02 * number, 20, 150) for number in range(14)]
     blockers = [BLOCKER._replace(at=0.6 + 0.4 * number) for number in range(4)]
-    said = explained({"blocking_prompt": BLOCKER.prompt, "blocking_ms": 200}, [*streams, *blockers])
-    (found,) = [finding for finding in said["findings"] if finding["cause"] == "event_loop"]
+    report = explained({"blocking_prompt": BLOCKER.prompt, "blocking_ms": 200}, [*streams, *blockers])
+    (found,) = [finding for finding in report["findings"] if finding["cause"] == "event_loop"]
     assert found["complaint"] == "stutter"
     assert "asyncio.to_thread" in found["change"]

@@ -1,4 +1,4 @@
-"""`otel-infer doctor` as a process, in the five states: each says what it found and what to do."""
+"""`otel-infer doctor` as a process, in five environments: each check has a finding, and a remedy if it is not ok."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ BOXES = re.compile("[\u2500-\u257f]")
 
 
 class Diagnosis(NamedTuple):
-    """How a doctor ended. `checks`: state, what was found and what to do, by name."""
+    """The result of a run. `checks`: state, finding and remedy by name."""
 
     code: int
     checks: dict[str, dict[str, str]]
@@ -46,22 +46,22 @@ class Diagnosis(NamedTuple):
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """This process's environment without anything of OpenTelemetry's."""
+    """This process's environment without OTEL_* variables."""
     plain = {name: value for name, value in os.environ.items() if not name.startswith("OTEL_")}
     return {**plain, **variables}
 
 
 def doctor(*options: str, python: str = sys.executable, **variables: str) -> Diagnosis:
-    """What it says as JSON; without imports unless `--imports` is given."""
+    """Runs the command with JSON output, without imports unless `--imports` is given."""
     imports = () if "--imports" in options else ("--no-imports",)
     command = [python, "-m", "otel_infer", "doctor", "--json", *imports, *options]
     done = subprocess.run(command, env=environment(**variables), capture_output=True, text=True, timeout=100)
     assert "Traceback" not in done.stderr, done.stderr
-    said = json.loads(done.stdout)
-    checks = {check.pop("name"): check for check in said["checks"]}
-    unanswered = [name for name, check in checks.items() if (check["state"] == "ok") == bool(check["do"])]
-    assert [] == unanswered, "what is not fine says what to do"
-    return Diagnosis(done.returncode, checks, said["ok"], done.stdout + done.stderr)
+    report = json.loads(done.stdout)
+    checks = {check.pop("name"): check for check in report["checks"]}
+    without_remedy = [name for name, check in checks.items() if (check["state"] == "ok") == bool(check["do"])]
+    assert [] == without_remedy, "each check that is not ok has a remedy, and no other"
+    return Diagnosis(done.returncode, checks, report["ok"], done.stdout + done.stderr)
 
 
 @pytest.fixture
@@ -79,17 +79,17 @@ def closed_port() -> int:
 
 @pytest.fixture(scope="module")
 def engineless(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """An interpreter of its own that has all that this one has, but no engine and no web server."""
+    """A separate interpreter with the packages of this one, but no engine and no web server."""
     folder = tmp_path_factory.mktemp("engineless")
     venv.create(folder, symlinks=True, with_pip=False)
     python = str(folder / "bin" / "python")
-    asked = subprocess.run(
+    done = subprocess.run(
         [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
         capture_output=True,
         text=True,
         check=True,
     )
-    site = Path(asked.stdout.strip())
+    site = Path(done.stdout.strip())
     for entry in (Path(each) for each in sys.path if each.endswith(("site-packages", "dist-packages"))):
         for package in entry.iterdir():
             name = re.split(r"[-.]", package.name)[0].lower()
@@ -98,11 +98,11 @@ def engineless(tmp_path_factory: pytest.TempPathFactory) -> str:
     return python
 
 
-# ── fine ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── healthy ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.real
-def test_fine_all_hooks_bind_and_a_span_and_metrics_arrive(receiver: OtlpReceiver) -> None:
+def test_healthy_environment_binds_all_hooks_and_exports(receiver: OtlpReceiver) -> None:
     pytest.importorskip("transformers", reason="transformers is not installed")
     found = doctor("--imports", **receiver.environ)
     assert (0, True) == (found.code, found.ok), found.output
@@ -120,7 +120,7 @@ def test_fine_all_hooks_bind_and_a_span_and_metrics_arrive(receiver: OtlpReceive
     assert {"traces", "metrics"} == {request.signal for request in receiver.requests}
 
 
-def test_fine_over_grpc_too() -> None:
+def test_healthy_environment_exports_over_grpc() -> None:
     with OtlpReceiver(GRPC) as receiver:
         found = doctor(**receiver.environ)
     assert 0 == found.code
@@ -131,7 +131,7 @@ def test_fine_over_grpc_too() -> None:
 # ── engine missing ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_engine_missing_names_the_supported_ones_and_how_to_install_one(
+def test_missing_engine_names_supported_engines_and_install_command(
     engineless: str, receiver: OtlpReceiver
 ) -> None:
     found = doctor("--imports", python=engineless, **receiver.environ)
@@ -143,9 +143,9 @@ def test_engine_missing_names_the_supported_ones_and_how_to_install_one(
     assert 1 == len(receiver.spans)
 
 
-# ── drifted ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── mismatch ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
-DRIFTED = {
+MISMATCHED = {
     "transformers/__init__.py": "",
     "transformers/generation/__init__.py": "",
     "transformers/generation/utils.py": """
@@ -168,17 +168,17 @@ print("a library may be loud")
 }
 
 
-def test_drifted_names_target_and_reason_and_what_is_lost(
+def test_mismatch_names_target_reason_and_missing_data(
     engineless: str, receiver: OtlpReceiver, tmp_path: Path
 ) -> None:
-    for name, text in DRIFTED.items():
+    for name, text in MISMATCHED.items():
         (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
         (tmp_path / name).write_text(text)
     found = doctor("--imports", python=engineless, PYTHONPATH=str(tmp_path), **receiver.environ)
     assert (1, False) == (found.code, found.ok)
     check = found.checks["integration transformers"]
     assert "fail" == check["state"]
-    assert check["found"].startswith("transformers 99.0: drifted")
+    assert check["found"].startswith("transformers 99.0: mismatch")
     assert re.search(
         r"transformers\.generation\.utils:GenerationMixin\.\w+: (there is|declares) no ", check["found"]
     )
@@ -191,7 +191,7 @@ def test_drifted_names_target_and_reason_and_what_is_lost(
 
 
 @pytest.mark.parametrize("protocol", [HTTP, GRPC])
-def test_an_unreachable_exporter_fails_and_says_to_start_a_collector(protocol: str, closed_port: int) -> None:
+def test_unreachable_exporter_fails_and_suggests_a_collector(protocol: str, closed_port: int) -> None:
     found = doctor(
         OTEL_EXPORTER_OTLP_ENDPOINT=f"http://127.0.0.1:{closed_port}",
         OTEL_EXPORTER_OTLP_PROTOCOL=protocol,
@@ -204,12 +204,12 @@ def test_an_unreachable_exporter_fails_and_says_to_start_a_collector(protocol: s
 
 
 @pytest.mark.parametrize(
-    ("listening", "spoken", "hint"),
+    ("listening", "configured", "hint"),
     [(GRPC, HTTP, "is this the gRPC port 4317?"), (HTTP, GRPC, "is this the HTTP port 4318?")],
 )
-def test_the_other_protocols_port_is_recognised(listening: str, spoken: str, hint: str) -> None:
+def test_port_of_the_other_protocol_is_recognised(listening: str, configured: str, hint: str) -> None:
     with OtlpReceiver(listening) as receiver:
-        variables = {**receiver.environ, "OTEL_EXPORTER_OTLP_PROTOCOL": spoken}
+        variables = {**receiver.environ, "OTEL_EXPORTER_OTLP_PROTOCOL": configured}
         found = doctor(**variables, OTEL_EXPORTER_OTLP_TIMEOUT="1")
     assert 1 == found.code
     assert hint in found.checks["exporter spans"]["do"]
@@ -217,7 +217,7 @@ def test_the_other_protocols_port_is_recognised(listening: str, spoken: str, hin
 
 
 @pytest.mark.parametrize("protocol", [HTTP, GRPC])
-def test_a_destination_that_wants_credentials_is_given_none_on_the_screen(protocol: str) -> None:
+def test_rejected_credentials_are_not_printed(protocol: str) -> None:
     with OtlpReceiver(protocol) as receiver:
         receiver.answer(status(401))
         found = doctor(
@@ -233,7 +233,7 @@ def test_a_destination_that_wants_credentials_is_given_none_on_the_screen(protoc
         assert "OTEL_EXPORTER_OTLP_HEADERS" in found.checks["exporter spans"]["do"]
 
 
-def test_a_partial_success_is_no_success(receiver: OtlpReceiver) -> None:
+def test_partial_success_is_a_failure(receiver: OtlpReceiver) -> None:
     receiver.answer(partial_success(1, "no such tenant"))
     found = doctor(**receiver.environ)
     assert 1 == found.code
@@ -245,7 +245,7 @@ def test_a_partial_success_is_no_success(receiver: OtlpReceiver) -> None:
 
 @pytest.fixture
 def mounted(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
-    """Mounts a tmpfs with these options for as long as the test runs."""
+    """Mounts a tmpfs with given options during the test."""
     folder = tmp_path / "mounted"
     folder.mkdir()
     done = []
@@ -263,16 +263,16 @@ def mounted(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
         subprocess.run(["umount", str(each)], check=True)
 
 
-def no_memory(**variables: str) -> Diagnosis:
+def run_without_export(**variables: str) -> Diagnosis:
     return doctor(
         OTEL_INFER_ENABLED="on", OTEL_TRACES_EXPORTER="none", OTEL_METRICS_EXPORTER="none", **variables
     )
 
 
-def test_a_folder_on_disk_is_no_shared_memory(tmp_path: Path) -> None:
+def test_folder_on_disk_is_not_shared_memory(tmp_path: Path) -> None:
     if directory.is_tmpfs(tmp_path):
         pytest.skip("the temporary folder is on tmpfs here")
-    found = no_memory(OTEL_INFER_RINGS=str(tmp_path))
+    found = run_without_export(OTEL_INFER_RINGS=str(tmp_path))
     assert (0, True) == (found.code, found.ok)
     assert {"shared memory": "warn", "sidecar": "warn"} == found.states("shared memory", "sidecar")
     assert "not on tmpfs; mode: in-process" in found.checks["shared memory"]["found"]
@@ -280,30 +280,30 @@ def test_a_folder_on_disk_is_no_shared_memory(tmp_path: Path) -> None:
     assert [] == list(tmp_path.iterdir())
 
 
-def test_no_shared_memory_fails_where_the_sidecar_is_insisted_on(tmp_path: Path) -> None:
+def test_no_shared_memory_fails_in_sidecar_mode(tmp_path: Path) -> None:
     if directory.is_tmpfs(tmp_path):
         pytest.skip("the temporary folder is on tmpfs here")
-    found = no_memory(OTEL_INFER_RINGS=str(tmp_path), OTEL_INFER_MODE="sidecar")
+    found = run_without_export(OTEL_INFER_RINGS=str(tmp_path), OTEL_INFER_MODE="sidecar")
     assert (1, False) == (found.code, found.ok)
     assert {"shared memory": "fail", "sidecar": "fail"} == found.states("shared memory", "sidecar")
 
 
-def test_a_read_only_tmpfs_is_no_shared_memory(mounted: Callable[[str], Path]) -> None:
-    found = no_memory(OTEL_INFER_RINGS=str(mounted("ro") / "rings"))
+def test_read_only_tmpfs_is_not_shared_memory(mounted: Callable[[str], Path]) -> None:
+    found = run_without_export(OTEL_INFER_RINGS=str(mounted("ro") / "rings"))
     assert {"shared memory": "warn", "sidecar": "warn"} == found.states("shared memory", "sidecar")
     assert "Read-only file system" in found.checks["shared memory"]["found"]
     assert "OTEL_INFER_RINGS" in found.checks["shared memory"]["do"]
 
 
-def test_a_full_tmpfs_is_no_shared_memory(mounted: Callable[[str], Path]) -> None:
-    found = no_memory(OTEL_INFER_RINGS=str(mounted("size=64k")))
+def test_full_tmpfs_is_not_shared_memory(mounted: Callable[[str], Path]) -> None:
+    found = run_without_export(OTEL_INFER_RINGS=str(mounted("size=64k")))
     assert {"shared memory": "warn", "sidecar": "warn"} == found.states("shared memory", "sidecar")
     assert "--shm-size=256m" in found.checks["shared memory"]["do"]
 
 
-def test_one_megabyte_of_tmpfs_is_enough_for_smaller_rings(mounted: Callable[[str], Path]) -> None:
+def test_one_megabyte_of_tmpfs_fits_smaller_rings(mounted: Callable[[str], Path]) -> None:
     folder = mounted("size=1m")
-    found = no_memory(OTEL_INFER_RINGS=str(folder))
+    found = run_without_export(OTEL_INFER_RINGS=str(folder))
     assert {"shared memory": "warn", "sidecar": "ok"} == found.states("shared memory", "sidecar"), (
         found.output
     )
@@ -312,7 +312,7 @@ def test_one_megabyte_of_tmpfs_is_enough_for_smaller_rings(mounted: Callable[[st
     assert [] == [path for path in folder.rglob("*") if path.is_file()]
 
 
-# ── how it is shown ──────────────────────────────────────────────────────────────────────────────────────────────
+# ── output ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def plain(**variables: str) -> dict[str, Any]:
@@ -320,7 +320,7 @@ def plain(**variables: str) -> dict[str, Any]:
     return {"args": command, "env": environment(OTEL_INFER_MODE="in-process", **variables)}
 
 
-def test_piped_it_is_plain_lines() -> None:
+def test_piped_output_is_plain_lines() -> None:
     done = subprocess.run(**plain(), capture_output=True, text=True, timeout=60)
     assert (0, "") == (done.returncode, done.stderr)
     assert not BOXES.search(done.stdout)
@@ -330,19 +330,19 @@ def test_piped_it_is_plain_lines() -> None:
     assert any("do: set OTEL_EXPORTER_OTLP_ENDPOINT=" in line for line in lines)
 
 
-def test_on_a_terminal_it_is_coloured() -> None:
-    ours, theirs = pty.openpty()
+def test_terminal_output_is_coloured() -> None:
+    main_end, child_end = pty.openpty()
     with subprocess.Popen(
-        **plain(TERM="xterm", COLUMNS="100"), stdout=theirs, stderr=theirs, stdin=theirs
+        **plain(TERM="xterm", COLUMNS="100"), stdout=child_end, stderr=child_end, stdin=child_end
     ) as child:
-        os.close(theirs)
+        os.close(child_end)
         shown = b""
         try:
-            while part := os.read(ours, 4096):
+            while part := os.read(main_end, 4096):
                 shown += part
-        except OSError:  # the other end is closed
+        except OSError:  # the child closed its end
             pass
-    os.close(ours)
+    os.close(main_end)
     text = shown.decode()
     assert 0 == child.returncode, text
     assert "\x1b[32mok" in text

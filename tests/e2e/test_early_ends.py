@@ -1,4 +1,4 @@
-"""However and wherever a request ends early, its trace says where and why, and it is counted once."""
+"""Requests that end early, by cause and stage: the trace names both, and the request is counted once."""
 
 from __future__ import annotations
 
@@ -25,52 +25,52 @@ pytestmark = pytest.mark.real
 
 STAGES = ("ingress", "tokenize", "queue", "prefill", "decode", "postprocess")
 STAGE_OF = {
-    "in the queue": "queue",
-    "in its prefill": "prefill",
-    "in mid-decode": "decode",
-    "in egress": "postprocess",
+    "in-queue": "queue",
+    "in-prefill": "prefill",
+    "in-decode": "decode",
+    "in-egress": "postprocess",
 }
-AFTER = {"in mid-decode": 2}
-"""How many passes through the place are let go."""
+PASSES = {"in-decode": 2}
+"""Passes through the place before it holds or fails."""
 PAD = 2_000_000
-"""Bytes that neither the sockets between two processes nor the server hold back."""
+"""Bytes that exceed the buffers of the sockets and of the server."""
 DEADLINE_S = 1.0
-OF_SUCCESSES = (
+SUCCESS_METRICS = (
     semconv.REQUEST_DURATION.name,
     semconv.TIME_TO_FIRST_TOKEN.name,
     semconv.TIME_PER_OUTPUT_TOKEN.name,
 )
-COUNTED = (*OF_SUCCESSES, semconv.REQUEST_ABANDONED.name)
+COUNTED_METRICS = (*SUCCESS_METRICS, semconv.REQUEST_ABANDONED.name)
 REQUEST = "chat tiny-llama"
 UNSET, ERROR = 0, 2
 
 
-class Why(NamedTuple):
-    """What is said of a request that ended like this. `aborted`: how long it waited is counted, for nobody failed it."""
+class Expected(NamedTuple):
+    """The expected telemetry of an end. `aborted`: the waiting time is counted, because it is no failure."""
 
     error_type: str
     status: int
     aborted: bool = True
 
 
-LEAVES, WAITS_NO_LONGER = "whose client leaves", "whose client waits no longer"
-GIVEN_UP, CUT_OFF = "that its server gives up in time", "whose stream its server cuts off in time"
-FAILS, STUMBLES, STOPS = "that fails", "whose text fails", "that its client stops"
-WHY = {
-    LEAVES: Why("client_disconnect", UNSET),
-    WAITS_NO_LONGER: Why("client_disconnect", UNSET),
-    GIVEN_UP: Why("timeout", ERROR),
-    CUT_OFF: Why("timeout", ERROR),
-    FAILS: Why("MemoryError", ERROR, aborted=False),
-    STUMBLES: Why("MemoryError", ERROR, aborted=False),
-    STOPS: Why("", UNSET),
+CLIENT_DISCONNECTS, CLIENT_TIMES_OUT = "client-disconnects", "client-times-out"
+SERVER_TIMES_OUT, SERVER_CUTS_STREAM = "server-times-out", "server-cuts-stream"
+ENGINE_FAILS, TEXT_FAILS, CLIENT_STOPS = "engine-fails", "text-fails", "client-stops"
+EXPECTED_BY_END = {
+    CLIENT_DISCONNECTS: Expected("client_disconnect", UNSET),
+    CLIENT_TIMES_OUT: Expected("client_disconnect", UNSET),
+    SERVER_TIMES_OUT: Expected("timeout", ERROR),
+    SERVER_CUTS_STREAM: Expected("timeout", ERROR),
+    ENGINE_FAILS: Expected("MemoryError", ERROR, aborted=False),
+    TEXT_FAILS: Expected("MemoryError", ERROR, aborted=False),
+    CLIENT_STOPS: Expected("", UNSET),
 }
 ENDS = [
-    *((why, where) for why in (LEAVES, WAITS_NO_LONGER, FAILS) for where in STAGE_OF),
-    *((why, where) for why in (GIVEN_UP, STOPS) for where in STAGE_OF if where != "in egress"),
-    (CUT_OFF, "in mid-decode"),
-    (CUT_OFF, "in egress"),
-    (STUMBLES, "in mid-decode"),
+    *((end, where) for end in (CLIENT_DISCONNECTS, CLIENT_TIMES_OUT, ENGINE_FAILS) for where in STAGE_OF),
+    *((end, where) for end in (SERVER_TIMES_OUT, CLIENT_STOPS) for where in STAGE_OF if where != "in-egress"),
+    (SERVER_CUTS_STREAM, "in-decode"),
+    (SERVER_CUTS_STREAM, "in-egress"),
+    (TEXT_FAILS, "in-decode"),
 ]
 
 
@@ -80,21 +80,21 @@ def receiver() -> Iterator[OtlpReceiver]:
         yield receiver
 
 
-class Ending(Server):
-    """The server, with what it is told."""
+class ControlledServer(Server):
+    """A server with a control interface over HTTP."""
 
-    def tell(self, *words: object) -> Any:
+    def control(self, *words: object) -> Any:
         path = "/".join(map(str, words))
         return json.load(urllib.request.urlopen(f"http://127.0.0.1:{self.port}/{path}", timeout=30))
 
     def wait_until(self, *words: object) -> None:
-        until(lambda: self.tell(*words))
+        until(lambda: self.control(*words))
 
 
 @pytest.fixture(scope="module")
 def server(
     tiny_llama: Path, receiver: OtlpReceiver, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Ending]:
+) -> Iterator[ControlledServer]:
     port = free_port()
     script = str(Path(__file__).parents[1] / "support" / "ending_server.py")
     options = (
@@ -103,14 +103,14 @@ def server(
     command = [*RUN, sys.executable, script, "serve", str(tiny_llama), *options, *BATCHING]
     environ = {**receiver.environ, "OTEL_METRIC_EXPORT_INTERVAL": "200"}
     log = tmp_path_factory.mktemp("logs") / "server.log"
-    with Ending(command, port, log, environ) as server:
+    with ControlledServer(command, port, log, environ) as server:
         chat(port, tiny_llama, tokens=4)
-        until(lambda: counted(receiver)[semconv.REQUEST_DURATION.name, "", ""] == 1)
+        until(lambda: count_requests(receiver)[semconv.REQUEST_DURATION.name, "", ""] == 1)
         yield server
 
 
 class Client:
-    """One streamed chat completion, held in the hand."""
+    """A streamed chat completion that a test controls step by step."""
 
     def __init__(
         self,
@@ -127,18 +127,18 @@ class Client:
         self.connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
         self.connection.connect()
         self.connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        said = {
+        all_headers = {
             "content-type": "application/json",
             "traceparent": f"00-{self.trace_id}-{self.parent_id}-01",
             "x-request-id": self.request_id,
             **(headers or {}),
         }
-        self.connection.request("POST", "/v1/chat/completions", json.dumps(body), said)
+        self.connection.request("POST", "/v1/chat/completions", json.dumps(body), all_headers)
         self.socket = self.connection.sock
         self.response = self.connection.getresponse()
 
     def read(self, timeout: float = 30) -> str:
-        """All there is; what went wrong instead, if something did."""
+        """Returns the rest of the body, or the name of the error."""
         self.socket.settimeout(timeout)
         try:
             return self.response.read().decode()
@@ -150,25 +150,27 @@ class Client:
         self.connection.close()
 
 
-def counted(receiver: OtlpReceiver) -> Counter[tuple[str, str, str]]:
-    """How many requests were counted so far, by metric, error type and stage."""
-    latest = {metric["name"]: metric for metric in receiver.metrics if metric["name"] in COUNTED}
+def count_requests(receiver: OtlpReceiver) -> Counter[tuple[str, str, str]]:
+    """Returns the request counts by metric, error type and stage."""
+    latest = {metric["name"]: metric for metric in receiver.metrics if metric["name"] in COUNTED_METRICS}
     counts: Counter[tuple[str, str, str]] = Counter()
     for name, metric in latest.items():
         for point in metric["points"]:
-            said = point["attributes"]
-            counts[name, said.get(semconv.ERROR_TYPE, ""), said.get(semconv.STAGE, "")] += point["count"]
+            attributes = point["attributes"]
+            counts[name, attributes.get(semconv.ERROR_TYPE, ""), attributes.get(semconv.STAGE, "")] += point[
+                "count"
+            ]
     return counts
 
 
 def trace(receiver: OtlpReceiver, trace_id: str) -> dict[str, dict[str, Any]]:
-    """The spans of a trace by name; the same name twice is an error but for steps."""
+    """Returns the spans of a trace by name. Only steps may share a name."""
 
-    def there(it: OtlpReceiver) -> bool:
+    def has_arrived(it: OtlpReceiver) -> bool:
         kinds = [span["kind"] for span in it.spans if span["trace_id"] == trace_id]
         return 2 in kinds and len(kinds) > 2
 
-    assert receiver.wait_for(there, 20), "the request has not arrived"
+    assert receiver.wait_for(has_arrived, 20), "the request has not arrived"
     spans = [span for span in receiver.spans if span["trace_id"] == trace_id]
     counts = Counter(span["name"] for span in spans)
     assert {name for name, count in counts.items() if count > 1} <= {"decode step", "prefill step"}
@@ -176,69 +178,72 @@ def trace(receiver: OtlpReceiver, trace_id: str) -> dict[str, dict[str, Any]]:
 
 
 @contextlib.contextmanager
-def occupied(server: Ending, model: Path, receiver: OtlpReceiver) -> Iterator[None]:
-    """The engine is in the midst of a step for somebody else, who is none the worse for it."""
-    server.tell("arm", "decode", "hold", 2)
+def occupy_engine(server: ControlledServer, model: Path, receiver: OtlpReceiver) -> Iterator[None]:
+    """Holds the engine in a step of another request, which then ends normally."""
+    server.control("arm", "decode", "hold", 2)
     client = Client(server.port, model)
     server.wait_until("held", "decode")
     yield
-    server.tell("release", "decode")
+    server.control("release", "decode")
     assert '"finish_reason":"length"' in client.read()
     client.leave()
     assert_ordinary(trace(receiver, client.trace_id))
 
 
 @contextlib.contextmanager
-def ending(server: Ending, model: Path, why: str, where: str) -> Iterator[Client]:
-    """A request that ends like this. The engine is held there until the block is over."""
-    place = {STUMBLES: "text"}.get(why, "egress" if where == "in egress" else STAGE_OF[where])
-    fails, unread = why in (FAILS, STUMBLES), where == "in egress" and why in (LEAVES, CUT_OFF)
-    if fails or not (unread or where == "in the queue"):
-        server.tell("arm", place, "fail" if fails else "hold", AFTER.get(where, 0))
-    if why == STUMBLES:  # the engine does not wait for the text
-        server.tell("arm", "decode", "hold", 2)
-    headers = {"x-deadline": str(DEADLINE_S)} if why in (GIVEN_UP, CUT_OFF) else {}
+def end_early(server: ControlledServer, model: Path, end: str, where: str) -> Iterator[Client]:
+    """Starts a request that ends early. The engine is held there during the block."""
+    place = {TEXT_FAILS: "text"}.get(end, "egress" if where == "in-egress" else STAGE_OF[where])
+    fails, unread = (
+        end in (ENGINE_FAILS, TEXT_FAILS),
+        where == "in-egress" and end in (CLIENT_DISCONNECTS, SERVER_CUTS_STREAM),
+    )
+    if fails or not (unread or where == "in-queue"):
+        server.control("arm", place, "fail" if fails else "hold", PASSES.get(where, 0))
+    if end == TEXT_FAILS:  # the engine does not wait for the text
+        server.control("arm", "decode", "hold", 2)
+    headers = {"x-deadline": str(DEADLINE_S)} if end in (SERVER_TIMES_OUT, SERVER_CUTS_STREAM) else {}
     client = Client(
         server.port,
         model,
         {**headers, "x-pad": str(PAD)} if unread else headers,
         words=600
-        if why == STOPS
+        if end == CLIENT_STOPS
         else 40,  # a prompt in several steps, so that it can be stopped after the first
-        stream=why != GIVEN_UP,
+        stream=end != SERVER_TIMES_OUT,
     )
-    if where == "in egress" and not fails:
+    if where == "in-egress" and not fails:
         server.wait_until("computed", client.request_id)
-    elif where != "in the queue" and not fails:
+    elif where != "in-queue" and not fails:
         server.wait_until("held", place)
-    DEEDS[why](server, client)
-    if place == "egress":  # who only sends learns with the next piece that nobody is there
-        server.tell("release", place)
+    ACTIONS[end](server, client)
+    if place == "egress":  # the sender notices the disconnect at the next chunk
+        server.control("release", place)
     yield client
     client.leave()
-    server.tell("release", "decode" if why == STUMBLES else place)
-    if why == FAILS and where in ("in its prefill", "in mid-decode"):
-        server.tell("revive")
+    server.control("release", "decode" if end == TEXT_FAILS else place)
+    if end == ENGINE_FAILS and where in ("in-prefill", "in-decode"):
+        server.control("revive")
 
 
-def _wait_no_longer(server: Ending, client: Client) -> None:
+def _time_out(server: ControlledServer, client: Client) -> None:
     assert client.read(0.3) == "TimeoutError"
     client.leave()
 
 
-def _stop(server: Ending, client: Client) -> None:
-    server.tell("stop", client.request_id)
+def _stop(server: ControlledServer, client: Client) -> None:
+    server.control("stop", client.request_id)
     assert '"finish_reason":"' in client.read()
 
 
-DEEDS: dict[str, Callable[[Ending, Client], Any]] = {
-    LEAVES: lambda server, client: client.leave(),
-    WAITS_NO_LONGER: _wait_no_longer,
-    GIVEN_UP: lambda server, client: client.response.status == 504 or pytest.fail("it was in time"),
-    CUT_OFF: lambda server, client: None,
-    FAILS: lambda server, client: client.read(),
-    STUMBLES: lambda server, client: client.read(),
-    STOPS: _stop,
+ACTIONS: dict[str, Callable[[ControlledServer, Client], Any]] = {
+    CLIENT_DISCONNECTS: lambda server, client: client.leave(),
+    CLIENT_TIMES_OUT: _time_out,
+    SERVER_TIMES_OUT: lambda server, client: client.response.status == 504 or pytest.fail("it was in time"),
+    SERVER_CUTS_STREAM: lambda server, client: None,
+    ENGINE_FAILS: lambda server, client: client.read(),
+    TEXT_FAILS: lambda server, client: client.read(),
+    CLIENT_STOPS: _stop,
 }
 
 
@@ -249,22 +254,22 @@ def assert_ordinary(spans: dict[str, dict[str, Any]]) -> None:
     assert request["attributes"][semconv.RESPONSE_FINISH_REASONS] == ["length"]
 
 
-@pytest.mark.parametrize(("why", "where"), ENDS, ids=[f"{why} {where}" for why, where in ENDS])
-def test_its_trace_names_its_stage_and_why_and_it_is_counted_once__a_request(
-    server: Ending, receiver: OtlpReceiver, tiny_llama: Path, why: str, where: str
+@pytest.mark.parametrize(("end", "where"), ENDS, ids=[f"{end}-{where}" for end, where in ENDS])
+def test_early_end_names_its_stage_and_counts_once(
+    server: ControlledServer, receiver: OtlpReceiver, tiny_llama: Path, end: str, where: str
 ) -> None:
-    stage, expected, before = STAGE_OF[where], WHY[why], counted(receiver)
-    waits = where == "in the queue" and why != FAILS
-    others = occupied(server, tiny_llama, receiver) if waits else contextlib.nullcontext()
-    with others, ending(server, tiny_llama, why, where) as client:
+    stage, expected, before = STAGE_OF[where], EXPECTED_BY_END[end], count_requests(receiver)
+    waits = where == "in-queue" and end != ENGINE_FAILS
+    others = occupy_engine(server, tiny_llama, receiver) if waits else contextlib.nullcontext()
+    with others, end_early(server, tiny_llama, end, where) as client:
         spans = trace(receiver, client.trace_id)
 
     request, http_server = spans[REQUEST], spans["POST /v1/chat/completions"]
     assert (http_server["kind"], http_server["parent_span_id"]) == (2, client.parent_id)
     assert request["parent_span_id"] == http_server["span_id"]
     for span in (request, http_server):
-        said = span["status"], span["attributes"].get(semconv.ERROR_TYPE, "")
-        assert said == (expected.status, expected.error_type)
+        actual = span["status"], span["attributes"].get(semconv.ERROR_TYPE, "")
+        assert actual == (expected.status, expected.error_type)
     assert request["attributes"][semconv.FAILED_STAGE] == stage
     below = [name for name, span in spans.items() if span["parent_span_id"] == request["span_id"]]
     assert below == [*STAGES[: STAGES.index(stage) + 1]]
@@ -275,10 +280,10 @@ def test_its_trace_names_its_stage_and_why_and_it_is_counted_once__a_request(
     assert_ordinary(trace(receiver, ordinary.trace_id))
 
     counts = before.copy()
-    for name in OF_SUCCESSES:
+    for name in SUCCESS_METRICS:
         counts[name, "", ""] += 1 + waits
     counts[semconv.REQUEST_DURATION.name, expected.error_type, ""] += 1
     if expected.aborted:
         counts[semconv.REQUEST_ABANDONED.name, expected.error_type, stage] += 1
-    receiver.wait_for(lambda it: counted(it) == counts, 5)
-    assert counted(receiver) - before == counts - before
+    receiver.wait_for(lambda it: count_requests(it) == counts, 5)
+    assert count_requests(receiver) - before == counts - before

@@ -1,4 +1,4 @@
-"""`otel-infer explain` without a tape: a running server is asked, and nothing is left behind."""
+"""`otel-infer explain` of a running server: without a tape, and without leftover files."""
 
 from __future__ import annotations
 
@@ -32,60 +32,56 @@ def receiver() -> Iterator[OtlpReceiver]:
 
 
 def explain(*arguments: str, **environ: str) -> Any:
-    """The command to its end, in an empty folder of its own that is empty afterwards too."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("OTEL_")}
+    """Runs the command in an empty folder, and asserts that it leaves no file there."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("OTEL_")}
     command = [sys.executable, "-m", "otel_infer", "explain", *arguments]
     with tempfile.TemporaryDirectory() as folder:
-        environ = {**kept, **environ, "TMPDIR": folder}
+        environ = {**inherited, **environ, "TMPDIR": folder}
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=folder, env=environ)
         assert os.listdir(folder) == []
     return done
 
 
-def folder_of(toy: Toy) -> Path:
-    """Where its rings are, once its sidecar is at work."""
+def wait_for_rings(toy: Toy) -> Path:
+    """Returns the folder of the rings once the sidecar runs."""
     folder = Path(toy.state()["folder"])
     until(lambda: directory.is_held(folder / directory.SIDECAR_LOCK))
     return folder
 
 
-def test_a_running_server_is_explained_and_nothing_is_left_behind(
-    tmp_path: Path, receiver: OtlpReceiver
-) -> None:
+def test_running_server_is_explained_without_leftovers(tmp_path: Path, receiver: OtlpReceiver) -> None:
     with Toy(tmp_path / "log", receiver.environ) as toy:
         replies = [toy.chat(tokens=5, flags=flags) for flags in ("01", "00") * 7]
-        folder = folder_of(toy)
+        folder = wait_for_rings(toy)
         done = explain("--rings", str(folder), "--json")
         assert done.returncode == 0, done.stderr
-        said = json.loads(done.stdout)
-        assert said["requests"] == len(replies)
-        assert {one["trace_id"] for one in said["worst"]} <= {reply.trace_id for reply in replies}
+        report = json.loads(done.stdout)
+        assert report["requests"] == len(replies)
+        assert {request["trace_id"] for request in report["worst"]} <= {reply.trace_id for reply in replies}
         assert [name for name in os.listdir(folder) if directory.is_dump(name)] == []
         again = explain(OTEL_INFER_RINGS=str(folder))
-        assert again.returncode == 0 and "the slowest 5" in again.stdout
+        assert again.returncode == 0 and "slowest" in again.stdout
         toy.stop()
 
 
-def test_a_request_of_a_running_server_is_explained_as_soon_as_it_was_answered(
-    tmp_path: Path, receiver: OtlpReceiver
-) -> None:
+def test_answered_request_is_explained_immediately(tmp_path: Path, receiver: OtlpReceiver) -> None:
     with Toy(tmp_path / "log", receiver.environ) as toy:
         reply = toy.chat(tokens=5)
-        rings = str(folder_of(toy))
+        rings = str(wait_for_rings(toy))
         done = explain("--rings", rings, "--request", reply.trace_id, "--json")
         assert done.returncode == 0, done.stderr
         assert json.loads(done.stdout)["output_tokens"] == 5
-        other = explain("--rings", rings, "--request", "f" * 32)
-        assert other.returncode == 2
-        assert "none of its 1 requests" in other.stderr and "unless it has not ended" in other.stderr
+        unknown = explain("--rings", rings, "--request", "f" * 32)
+        assert unknown.returncode == 2
+        assert "no finished request of 1 " in unknown.stderr
         toy.stop()
 
 
-def test_a_running_server_is_compared_with_a_tape(tmp_path: Path, receiver: OtlpReceiver) -> None:
+def test_running_server_is_compared_with_a_tape(tmp_path: Path, receiver: OtlpReceiver) -> None:
     with Toy(tmp_path / "log", receiver.environ) as toy:
         for _ in range(13):
             toy.chat(tokens=2)
-        rings = str(folder_of(toy))
+        rings = str(wait_for_rings(toy))
         before = tmp_path / "before.tape"
         assert main(["dump", "--rings", rings, "--out", str(before)]) == 0
         toy.chat(tokens=2)
@@ -96,7 +92,7 @@ def test_a_running_server_is_compared_with_a_tape(tmp_path: Path, receiver: Otlp
 
 
 @pytest.mark.real
-def test_a_request_is_found_by_the_id_that_its_client_was_given(
+def test_request_is_found_by_its_response_id(
     tmp_path: Path, tiny_llama: Path, receiver: OtlpReceiver
 ) -> None:
     with transformers_serve(tiny_llama, tmp_path / "log", receiver.environ, batching=True) as server:
@@ -108,7 +104,7 @@ def test_a_request_is_found_by_the_id_that_its_client_was_given(
 
 
 @pytest.mark.real
-def test_what_the_network_took_is_told_from_the_spans_of_the_client(
+def test_network_time_comes_from_client_spans(
     tmp_path: Path, tiny_llama: Path, receiver: OtlpReceiver
 ) -> None:
     delay, spans = 0.15, tmp_path / "spans.json"
@@ -116,20 +112,20 @@ def test_what_the_network_took_is_told_from_the_spans_of_the_client(
         transformers_serve(tiny_llama, tmp_path / "log", receiver.environ, batching=True) as server,
         DelayingProxy(server.port, delay) as proxy,
     ):
-        read_as_a_client(f"http://127.0.0.1:{proxy.port}/v1/chat/completions", str(tiny_llama), spans)
+        stream_as_client(f"http://127.0.0.1:{proxy.port}/v1/chat/completions", str(tiny_llama), spans)
         done = explain("--rings", str(rings_of(server)), "--client", str(spans), "--json")
         assert done.returncode == 0, done.stderr
-    felt = json.loads(done.stdout)["readers"]
-    assert felt["requests"] == 3
-    assert felt["outside_p50_ms"] >= 2 * delay * 1e3
-    assert felt["outside_p50_ms"] + felt["server_p95_ms"] >= 0.9 * felt["felt_p50_ms"]
-    assert felt["share"] > 0.5
+    latency = json.loads(done.stdout)["readers"]
+    assert latency["requests"] == 3
+    assert latency["outside_p50_ms"] >= 2 * delay * 1e3
+    assert latency["outside_p50_ms"] + latency["server_p95_ms"] >= 0.9 * latency["felt_p50_ms"]
+    assert latency["share"] > 0.5
 
 
-def read_as_a_client(url: str, model: str, spans: Path) -> None:
-    """Three streamed answers, read to their end; the spans of it in a file."""
+def stream_as_client(url: str, model: str, spans: Path) -> None:
+    """Reads three streamed answers, and writes the client spans to a file."""
     provider = TracerProvider()
-    question = {
+    body = {
         "model": model,
         "messages": [{"role": "user", "content": "Why?"}],
         "max_tokens": 4,
@@ -139,7 +135,7 @@ def read_as_a_client(url: str, model: str, spans: Path) -> None:
         provider.add_span_processor(SimpleSpanProcessor(ConsoleSpanExporter(out=out)))
         for _ in range(3):
             with instrument_client(httpx.Client(timeout=60), tracer_provider=provider) as client:
-                with client.stream("POST", url, json=question) as response:
+                with client.stream("POST", url, json=body) as response:
                     assert response.status_code == 200 and list(response.iter_lines())
 
 
@@ -149,23 +145,21 @@ def rings_of(server: Server) -> Path:
     return folder
 
 
-def test_where_nobody_can_be_asked_or_several_can_explain_says_so(
-    tmp_path: Path, receiver: OtlpReceiver
-) -> None:
+def test_missing_or_ambiguous_server_is_an_error(tmp_path: Path, receiver: OtlpReceiver) -> None:
     done = explain("--rings", str(tmp_path))
     assert done.returncode == 2
-    assert f"no sidecar is at work below {tmp_path}" in done.stderr
+    assert f"no sidecar is running below {tmp_path}" in done.stderr
     assert "Traceback" not in done.stderr
     both = explain(str(tmp_path / "a.tape"), "--server", "1")
     assert both.returncode == 2 and "not both" in both.stderr
     with Toy(tmp_path / "a", receiver.environ) as first, Toy(tmp_path / "b", receiver.environ) as second:
         first.chat(), second.chat()
-        below = str(folder_of(first).parent)
-        folder_of(second)
-        unclear = explain("--rings", below)
-        assert unclear.returncode == 2
-        assert f"--server {second.state()['pid']} " in unclear.stderr
-        one = explain("--rings", below, "--server", str(first.state()["pid"]))
-        assert one.returncode == 0 and "insufficient: 1 requests" in one.stdout
+        parent = str(wait_for_rings(first).parent)
+        wait_for_rings(second)
+        ambiguous = explain("--rings", parent)
+        assert ambiguous.returncode == 2
+        assert f"--server {second.state()['pid']} " in ambiguous.stderr
+        chosen = explain("--rings", parent, "--server", str(first.state()["pid"]))
+        assert chosen.returncode == 0 and "insufficient" in chosen.stdout
         first.stop()
         second.stop()

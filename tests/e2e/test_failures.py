@@ -1,4 +1,4 @@
-"""What goes wrong around a server goes wrong for real here, and the server serves on."""
+"""Real failures of the sidecar, container, processes and collector: the server continues to serve."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def receiver() -> Iterator[OtlpReceiver]:
 
 @pytest.fixture
 def start(tmp_path: Path, receiver: OtlpReceiver) -> Iterator[Start]:
-    """Starts a toy server that exports to the receiver; whatever becomes of it, nothing of it is left."""
+    """Returns a function that starts a toy server with an export to the receiver. Teardown stops all of them."""
     started: list[Toy] = []
 
     def start(launcher: Sequence[str] = (), options: dict[str, Any] | None = None, **environ: str) -> Toy:
@@ -53,13 +53,13 @@ def start(tmp_path: Path, receiver: OtlpReceiver) -> Iterator[Start]:
         toy.__exit__()
 
 
-def answered(replies: Sequence[Any]) -> list[str]:
-    """The traces of the requests that were answered."""
+def answered_traces(replies: Sequence[Any]) -> list[str]:
+    """Returns the trace ids of the answered requests."""
     return [reply.trace_id for reply in replies if reply.status == 200]
 
 
 def memory_of(pid: int) -> int:
-    """Resident memory, bytes."""
+    """Returns the resident memory in bytes."""
     fields = Path(f"/proc/{pid}/statm").read_text().split()
     return int(fields[1]) * os.sysconf("SC_PAGE_SIZE")
 
@@ -68,7 +68,7 @@ def memory_of(pid: int) -> int:
 
 
 @LAUNCHERS
-def test_a_server_killed_under_load_leaves_no_request_untold(
+def test_killed_server_leaves_no_request_unreported(
     start: Start, receiver: OtlpReceiver, launcher: Sequence[str]
 ) -> None:
     toy = start(launcher, TOY_STEP_S="0.02")
@@ -80,24 +80,24 @@ def test_a_server_killed_under_load_leaves_no_request_untold(
     toy.wait()
     assert toy.folder is not None
     assert not toy.folder.exists()
-    done = answered(replies)
+    done = answered_traces(replies)
     spans = arrived(receiver, *done)
     assert not any("error.type" in span["attributes"] for span in spans)
     cut_off = arrived(receiver, *[reply.trace_id for reply in endless[:3]])
-    died = [
+    killed = [
         span for spans in requests_of(receiver).values() for span in spans if span["trace_id"] not in done
     ]
-    assert 3 <= len(died) <= 7
-    assert all(span in died for span in cut_off)
-    assert {span["attributes"]["error.type"] for span in died} == {"process_died"}
-    assert {span["attributes"][semconv.FAILED_STAGE] for span in died} <= {"prefill", "decode", "queue"}
-    assert {span["status"] for span in died} == {2}
+    assert 3 <= len(killed) <= 7
+    assert all(span in killed for span in cut_off)
+    assert {span["attributes"]["error.type"] for span in killed} == {"process_died"}
+    assert {span["attributes"][semconv.FAILED_STAGE] for span in killed} <= {"prefill", "decode", "queue"}
+    assert {span["status"] for span in killed} == {2}
     assert_nothing_came_twice(receiver)
-    assert counted(receiver) == len(done) + len(died)
+    assert counted(receiver) == len(done) + len(killed)
 
 
 @LAUNCHERS
-def test_a_sidecar_killed_under_load_is_replaced_and_nothing_is_told_twice(
+def test_killed_sidecar_is_replaced_without_duplicate_spans(
     start: Start, receiver: OtlpReceiver, launcher: Sequence[str]
 ) -> None:
     toy = start(launcher, TOY_STEP_S="0.02")
@@ -106,8 +106,8 @@ def test_a_sidecar_killed_under_load_is_replaced_and_nothing_is_told_twice(
     toy.state()
     with toy.load(threads=4, tokens=4) as replies:
         time.sleep(1.5)
-        across = [
-            subprocess.Popen(  # clients of their own, since they wait for long
+        long_clients = [
+            subprocess.Popen(  # separate processes, because they wait long
                 [sys.executable, "-c", LONG, str(toy.port), traceparent()[0]], stdout=subprocess.PIPE
             )
             for _ in range(3)
@@ -116,21 +116,21 @@ def test_a_sidecar_killed_under_load_is_replaced_and_nothing_is_told_twice(
         os.kill(first, signal.SIGKILL)
         second = until(lambda: [pid for pid in toy.sidecars() if pid != first])
         time.sleep(2)
-    long_ones = [process.communicate(timeout=20)[0].decode().strip() for process in across]
+    long_traces = [process.communicate(timeout=20)[0].decode().strip() for process in long_clients]
     assert toy.stop() == 143
     assert len(second) == 1
     assert all(reply.status == 200 for reply in replies)
-    # What was in flight across the restart has its trace, with its steps.
-    for span in arrived(receiver, *long_ones):
+    # Requests in flight during the restart have their trace and their steps.
+    for span in arrived(receiver, *long_traces):
         assert "error.type" not in span["attributes"]
     steps = Counter(s["trace_id"] for s in receiver.spans if s["name"] == semconv.SPAN_DECODE_STEP)
-    assert {steps[trace_id] for trace_id in long_ones} == {79}
+    assert {steps[trace_id] for trace_id in long_traces} == {79}
     assert_nothing_came_twice(receiver)
-    told = requests_of(receiver)
-    missing = [reply for reply in replies if reply.trace_id not in told]
-    # Only what had just been concluded, and lay in the dead sidecar's memory, is gone.
+    exported = requests_of(receiver)
+    missing = [reply for reply in replies if reply.trace_id not in exported]
+    # Only finished requests in the memory of the killed sidecar are lost.
     assert len(missing) <= len(replies) // 2
-    assert counted(receiver) <= len(replies) + len(long_ones) + 1
+    assert counted(receiver) <= len(replies) + len(long_traces) + 1
     instances = {span["resource"]["service.instance.id"] for span in receiver.spans}
     assert len(instances) == 1
 
@@ -144,23 +144,23 @@ print(sys.argv[2])
 """
 
 
-def test_a_sidecar_that_keeps_breaking_is_started_ever_more_seldom_and_said_to_break(start: Start) -> None:
+def test_crashing_sidecar_restarts_with_backoff_and_is_reported(start: Start) -> None:
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="test-failures-") as rings:
-        Path(rings, "sidecar.lock").mkdir()  # what no sidecar can take
+        Path(rings, "sidecar.lock").mkdir()  # a folder cannot be locked
         toy = start(OTEL_INFER_RINGS=rings)
-        seen: set[int] = set()
+        pids: set[int] = set()
         began = time.monotonic()
-        while toy.said().count("the sidecar broke") < 2:
+        while toy.said().count("sidecar crashed") < 2:
             assert toy.chat().status == 200
-            seen |= set(toy.sidecars())
+            pids |= set(toy.sidecars())
             assert time.monotonic() - began < 30
-        assert len(seen) <= 3
-        assert time.monotonic() - began > 3  # the second one after 1 s, the third one after another 2 s
+        assert len(pids) <= 3
+        assert time.monotonic() - began > 3  # the second start after 1 s, the third after another 2 s
         toy.kill()
         toy.wait()
 
 
-def test_the_port_can_be_bound_again_at_once_after_kill_9(start: Start) -> None:
+def test_port_is_free_immediately_after_kill_9(start: Start) -> None:
     toy = start()
     assert toy.chat().status == 200
     sidecar = toy.sidecar()
@@ -175,7 +175,7 @@ def test_the_port_can_be_bound_again_at_once_after_kill_9(start: Start) -> None:
     toy.wait()
 
 
-def test_a_stopped_sidecar_does_not_stop_the_server(start: Start, receiver: OtlpReceiver) -> None:
+def test_suspended_sidecar_does_not_stop_the_server(start: Start, receiver: OtlpReceiver) -> None:
     toy = start()
     first = toy.chat()
     sidecar = toy.sidecar()
@@ -192,7 +192,7 @@ def test_a_stopped_sidecar_does_not_stop_the_server(start: Start, receiver: Otlp
     os.kill(sidecar, signal.SIGCONT)
     assert all(reply.status == 200 for reply in during)
     assert max(reply.seconds for reply in during) < 1
-    arrived(receiver, *answered([*before, *during]))
+    arrived(receiver, *answered_traces([*before, *during]))
     toy.stop()
     assert_nothing_came_twice(receiver)
 
@@ -202,17 +202,17 @@ def test_a_stopped_sidecar_does_not_stop_the_server(start: Start, receiver: Otlp
 needs_mounts = pytest.mark.skipif(
     shutil.which("unshare") is None
     or subprocess.run(["unshare", "--mount", "--pid", "--fork", "true"], capture_output=True).returncode != 0,
-    reason="mount and pid namespaces cannot be made here (needs root or CAP_SYS_ADMIN)",
+    reason="cannot create mount and pid namespaces (needs root or CAP_SYS_ADMIN)",
 )
 
 
 def in_a_mount_namespace(prepare: str) -> tuple[str, ...]:
-    """A launcher that changes what is mounted, for what it starts alone."""
+    """Returns a launcher that runs `prepare` in a new mount namespace, then the command."""
     return ("unshare", "--mount", "sh", "-ec", f'{prepare}\nexec "$@"', "sh")
 
 
 @needs_mounts
-def test_what_was_in_flight_in_a_killed_container_is_told_by_the_next_start(
+def test_next_start_exports_requests_of_a_killed_container(
     start: Start, receiver: OtlpReceiver, tmp_path: Path
 ) -> None:
     script = 'mount -t tmpfs rings /dev/shm\nunshare --pid --fork --mount-proc "$@" || true\nexec "$@"'
@@ -235,13 +235,13 @@ def test_what_was_in_flight_in_a_killed_container_is_told_by_the_next_start(
         text=True,
     )
     assert len(leftovers.stdout.split()) == 1
-    toy.folder = None  # it went with its namespace
+    toy.folder = None  # it was removed with its namespace
     toy.stop()
     assert_nothing_came_twice(receiver)
 
 
 def _is_init(pid: int) -> bool:
-    """Whether a process is the first of a pid namespace below ours."""
+    """Returns whether a process is the first of a pid namespace below ours."""
     with open(f"/proc/{pid}/status", encoding="ascii") as lines:
         (numbers,) = [line.split()[1:] for line in lines if line.startswith("NSpid:")]
     return len(numbers) > 1 and numbers[-1] == "1"
@@ -257,7 +257,7 @@ def test_one_megabyte_of_shared_memory_is_enough(
     assert toy.state()["arena"] == "FileArena"
     with toy.load() as replies:
         time.sleep(1)
-    arrived(receiver, reply.trace_id, *answered(replies))
+    arrived(receiver, reply.trace_id, *answered_traces(replies))
     assert "decode step" in {span["name"] for span in receiver.spans if span["trace_id"] == reply.trace_id}
     toy.folder = None
     toy.stop()
@@ -276,14 +276,14 @@ WITHOUT_MEMORY = {
     ("prepare", "launcher"),
     [*((name, ()) for name in WITHOUT_MEMORY), ("full", RUN), ("read-only", RUN)],
 )
-def test_without_shared_memory_the_server_exports_by_itself_and_says_so(
+def test_without_shared_memory_the_server_exports_in_process(
     start: Start, receiver: OtlpReceiver, prepare: str, launcher: Sequence[str]
 ) -> None:
     toy = start((*in_a_mount_namespace(WITHOUT_MEMORY[prepare]), *launcher))
     replies = [toy.chat() for _ in range(5)]
     assert toy.state()["arena"] == "MemoryArena"
-    arrived(receiver, *answered(replies))
-    assert toy.said().count("in-process, since ") == 1
+    arrived(receiver, *answered_traces(replies))
+    assert toy.said().count("in-process, because ") == 1
     assert "/dev/shm" in toy.said() or "shared memory" in toy.said()
     toy.stop()
     assert "Traceback" not in toy.said()
@@ -291,7 +291,7 @@ def test_without_shared_memory_the_server_exports_by_itself_and_says_so(
 
 
 def open_to_nobody() -> tuple[str, ...]:
-    """A launcher under which our interpreter can be reached by every user, even from a home that is closed to them."""
+    """Returns a launcher that makes our interpreter reachable for every user, even inside a private home."""
     prefix = Path(sys.base_prefix)
     closed = next((path for path in reversed(prefix.parents) if not path.stat().st_mode & 0o001), None)
     if closed is None:
@@ -308,10 +308,10 @@ AS_NOBODY = ("setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-group
 
 
 @pytest.fixture(scope="module")
-def opened() -> tuple[str, ...]:
-    """`open_to_nobody`, if it works here."""
+def nobody_launcher() -> tuple[str, ...]:
+    """Returns the launcher of `open_to_nobody`, or skips if it does not work here."""
     if os.geteuid() != 0 or not shutil.which("setpriv"):
-        pytest.skip("only root becomes another user")
+        pytest.skip("needs root and setpriv")
     launcher = open_to_nobody()
     tried = [*launcher, *AS_NOBODY, "sh", "-c", f'"{sys.executable}" -c "import otel_infer"']
     if subprocess.run(tried, capture_output=True, cwd="/").returncode != 0:
@@ -320,10 +320,10 @@ def opened() -> tuple[str, ...]:
 
 
 @needs_mounts
-def test_another_user_has_a_folder_of_its_own(
-    start: Start, receiver: OtlpReceiver, opened: tuple[str, ...]
+def test_another_user_has_a_separate_folder(
+    start: Start, receiver: OtlpReceiver, nobody_launcher: tuple[str, ...]
 ) -> None:
-    toy = start((*opened, *AS_NOBODY))
+    toy = start((*nobody_launcher, *AS_NOBODY))
     reply = toy.chat()
     assert toy.state()["arena"] == "FileArena"
     folder = Path(f"/proc/{toy.state()['pid']}/root") / toy.state()["folder"].lstrip("/")
@@ -337,10 +337,10 @@ def test_another_user_has_a_folder_of_its_own(
 
 @needs_mounts
 @LAUNCHERS
-def test_a_child_that_gives_up_its_rights_is_recorded_too(
-    start: Start, receiver: OtlpReceiver, opened: tuple[str, ...], launcher: Sequence[str]
+def test_child_that_drops_privileges_is_recorded(
+    start: Start, receiver: OtlpReceiver, nobody_launcher: tuple[str, ...], launcher: Sequence[str]
 ) -> None:
-    toy = start((*opened, *launcher))
+    toy = start((*nobody_launcher, *launcher))
     reply = toy.ask("/chat", {"fork": {"requests": 2, "uid": NOBODY}})
     assert receiver.wait_for(lambda it: len(requests_of(it).get(reply.trace_id, ())) == 3, 25)
     toy.stop()
@@ -352,7 +352,7 @@ def test_a_child_that_gives_up_its_rights_is_recorded_too(
 
 @LAUNCHERS
 @pytest.mark.parametrize("mode", ["sidecar", "in-process"])
-def test_a_fork_under_load_is_a_process_of_its_own(
+def test_fork_under_load_is_a_separate_process(
     start: Start, receiver: OtlpReceiver, launcher: Sequence[str], mode: str
 ) -> None:
     toy = start(launcher, OTEL_INFER_MODE=mode)
@@ -364,18 +364,18 @@ def test_a_fork_under_load_is_a_process_of_its_own(
         time.sleep(0.5)
         if mode == "sidecar":
             assert len(toy.sidecars()) == 1
-    spans = arrived(receiver, *answered(replies))
+    spans = arrived(receiver, *answered_traces(replies))
     for reply in forks:
-        # The parent's request, and below it those that the child made while it thought itself inside.
+        # The parent's request, and below it the child's requests, which began in its inherited context.
         assert receiver.wait_for(
             lambda it, reply=reply: len(requests_of(it).get(reply.trace_id, ())) == 4, 25
         )
-        family = requests_of(receiver)[reply.trace_id]
-        (parent,) = [span for span in family if span["attributes"].get("who") == "parent"]
-        children = [span for span in family if span is not parent]
+        requests = requests_of(receiver)[reply.trace_id]
+        (parent,) = [span for span in requests if span["attributes"].get("who") == "parent"]
+        children = [span for span in requests if span is not parent]
         assert {span["parent_span_id"] for span in children} == {parent["span_id"]}
         assert {span["attributes"].get("who") for span in children} == {"child"}
-        spans += family
+        spans += requests
     assert {span["attributes"].get("error.type") for span in spans} == {None}
     assert not any(span["attributes"].get(semconv.TELEMETRY_LOST) for span in spans)
     assert toy.state()["folder"] == folder
@@ -384,7 +384,7 @@ def test_a_fork_under_load_is_a_process_of_its_own(
 
 
 @LAUNCHERS
-def test_a_spawned_process_reaches_the_same_sidecar(
+def test_spawned_process_uses_the_same_sidecar(
     start: Start, receiver: OtlpReceiver, launcher: Sequence[str]
 ) -> None:
     toy = start(launcher)
@@ -395,26 +395,26 @@ def test_a_spawned_process_reaches_the_same_sidecar(
     spawned = toy.ask("/spawn", {"headers": headers})
     assert spawned.body["status"] == 0
     assert toy.sidecars() == [sidecar]
-    (there, here) = arrived(receiver, reply.trace_id, trace_id)
-    assert there["resource"]["service.instance.id"] == here["resource"]["service.instance.id"]
+    (served, spawned_request) = arrived(receiver, reply.trace_id, trace_id)
+    assert served["resource"]["service.instance.id"] == spawned_request["resource"]["service.instance.id"]
     toy.stop()
 
 
-def test_two_servers_on_one_host_have_nothing_in_common(start: Start, receiver: OtlpReceiver) -> None:
-    one, other = start(), start()
-    spans = arrived(receiver, one.chat().trace_id, other.chat().trace_id)
-    assert one.state()["folder"] != other.state()["folder"]
+def test_servers_on_one_host_share_nothing(start: Start, receiver: OtlpReceiver) -> None:
+    first, second = start(), start()
+    spans = arrived(receiver, first.chat().trace_id, second.chat().trace_id)
+    assert first.state()["folder"] != second.state()["folder"]
     assert len({span["resource"]["service.instance.id"] for span in spans}) == 2
-    assert {one.sidecar()} != {other.sidecar()}
-    one.kill()
-    one.wait()
-    assert other.chat().status == 200
-    assert other.folder is not None
-    assert other.folder.exists()
-    other.stop()
+    assert {first.sidecar()} != {second.sidecar()}
+    first.kill()
+    first.wait()
+    assert second.chat().status == 200
+    assert second.folder is not None
+    assert second.folder.exists()
+    second.stop()
 
 
-def test_under_opentelemetry_instrument_there_is_one_sidecar_and_it_instruments_nothing(
+def test_opentelemetry_instrument_starts_one_uninstrumented_sidecar(
     start: Start, receiver: OtlpReceiver
 ) -> None:
     program = Path(sys.executable).parent / "opentelemetry-instrument"
@@ -435,7 +435,7 @@ def test_under_opentelemetry_instrument_there_is_one_sidecar_and_it_instruments_
     toy.stop()
 
 
-def test_a_ring_folder_removed_under_load_costs_no_request(start: Start, receiver: OtlpReceiver) -> None:
+def test_removed_ring_folder_costs_no_request(start: Start, receiver: OtlpReceiver) -> None:
     toy = start()
     first = toy.chat()
     sidecar = toy.sidecar()
@@ -444,15 +444,15 @@ def test_a_ring_folder_removed_under_load_costs_no_request(start: Start, receive
     with toy.load() as replies:
         shutil.rmtree(folder)
         time.sleep(1.5)
-    # The one who reads has the files open: nothing is lost as long as it lives.
-    arrived(receiver, *answered(replies))
+    # The sidecar has the files open, so nothing is lost while it runs.
+    arrived(receiver, *answered_traces(replies))
     with toy.load() as more:
         os.kill(sidecar, signal.SIGKILL)
         until(lambda: toy.sidecars() not in ([], [sidecar]), 20)
         time.sleep(0.5)
     after = [toy.chat() for _ in range(3)]
     assert all(reply.status == 200 for reply in [*replies, *more, *after])
-    arrived(receiver, *answered(after))
+    arrived(receiver, *answered_traces(after))
     assert len(toy.sidecars()) == 1
     toy.stop()
     assert_nothing_came_twice(receiver)
@@ -474,7 +474,7 @@ ANSWERS: dict[str, Any] = {
     ("mode", "answer"),
     [*(("sidecar", name) for name in ANSWERS), ("in-process", "absent"), ("in-process", "500")],
 )
-def test_a_collector_that_fails_costs_no_request_and_its_losses_are_counted(
+def test_failing_collector_costs_no_request_and_losses_are_counted(
     start: Start, receiver: OtlpReceiver, answer: str, mode: str
 ) -> None:
     with OtlpReceiver() as failing:
@@ -494,11 +494,11 @@ def test_a_collector_that_fails_costs_no_request_and_its_losses_are_counted(
         used = memory_of(reader)
         more: list[Any] = []
         waits = []
-        for _ in range(3):  # others on the machine hold up a server as well, but not every time
-            with toy.load(tokens=2) as some:
+        for _ in range(3):  # other load on the machine may also delay the server, but not each time
+            with toy.load(tokens=2) as batch:
                 time.sleep(1.5)
-            more += some
-            waits.append(max(reply.seconds for reply in some))
+            more += batch
+            waits.append(max(reply.seconds for reply in batch))
             if waits[-1] < 1:
                 break
         grown = memory_of(reader) - used
@@ -512,9 +512,7 @@ def test_a_collector_that_fails_costs_no_request_and_its_losses_are_counted(
         assert failing.spans == [] or answer in ("partial", "slow")
 
 
-def test_a_flush_that_waits_for_a_stuck_collector_stops_nobody_from_reading(
-    start: Start, receiver: OtlpReceiver
-) -> None:
+def test_flush_to_a_stuck_collector_does_not_stop_reading(start: Start, receiver: OtlpReceiver) -> None:
     receiver.answer(slow(2.5))
     toy = start(TOY_STEP_S="0.001")
     toy.chat()
@@ -525,12 +523,12 @@ def test_a_flush_that_waits_for_a_stuck_collector_stops_nobody_from_reading(
         assert toy.ask("/flush", {"timeout": 1.5}).body["flushed"] is False
         assert 1.5 <= time.monotonic() - began < 3.0
     receiver.answer(ok())
-    spans = arrived(receiver, *answered(replies))
+    spans = arrived(receiver, *answered_traces(replies))
     assert not any(span["attributes"].get(semconv.TELEMETRY_LOST) for span in spans)
     toy.stop()
 
 
-def test_a_collector_that_comes_back_gets_what_came_since(start: Start, receiver: OtlpReceiver) -> None:
+def test_recovered_collector_receives_later_requests(start: Start, receiver: OtlpReceiver) -> None:
     receiver.refuse()
     toy = start(OTEL_EXPORTER_OTLP_TIMEOUT="1")
     toy.chat()
@@ -547,7 +545,7 @@ def test_a_collector_that_comes_back_gets_what_came_since(start: Start, receiver
 
 @pytest.mark.real
 @pytest.mark.timeout(120)
-def test_a_real_server_outlives_its_sidecar_and_its_death_is_told(
+def test_real_server_survives_sidecar_crash_and_reports_own_death(
     receiver: OtlpReceiver, tiny_llama: Path, tmp_path: Path
 ) -> None:
     import threading
@@ -573,9 +571,9 @@ def test_a_real_server_outlives_its_sidecar_and_its_death_is_told(
         assert server.process.wait(20) == 128 + signal.SIGKILL
         for client in clients:
             client.join(10)
-    died = [s for spans in requests_of(receiver).values() for s in spans if "error.type" in s["attributes"]]
-    assert len(died) == 4
-    assert {span["attributes"]["error.type"] for span in died} == {"process_died"}
+    killed = [s for spans in requests_of(receiver).values() for s in spans if "error.type" in s["attributes"]]
+    assert len(killed) == 4
+    assert {span["attributes"]["error.type"] for span in killed} == {"process_died"}
     assert_nothing_came_twice(receiver)
 
 
@@ -585,7 +583,7 @@ def _children(parent: int, name: bytes = b"") -> list[int]:
 
 
 def _cut_off(port: int, model: Path) -> None:
-    """A client whose server dies."""
+    """Sends a request whose server is killed."""
     try:
         chat(port, model, tokens=400)
     except Exception:

@@ -1,4 +1,4 @@
-"""The last two minutes of a running server as a tape: asked for by a command, a signal, an alert, or a breach."""
+"""The last two minutes of a running server as a tape: on a command, a signal, an alert or a breach."""
 
 from __future__ import annotations
 
@@ -34,28 +34,28 @@ def receiver() -> Iterator[OtlpReceiver]:
 
 
 def run(*arguments: str, cwd: Path | None = None, **environ: str) -> Any:
-    """A command of ours to its end."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("OTEL_")}
+    """Runs an otel-infer command to its end."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("OTEL_")}
     command = [*COMMAND, *arguments]
     return subprocess.run(
-        command, capture_output=True, text=True, timeout=60, cwd=cwd, env={**kept, **environ}
+        command, capture_output=True, text=True, timeout=60, cwd=cwd, env={**inherited, **environ}
     )
 
 
-def traces(path: Path) -> dict[str, dict[str, Any]]:
-    """What `otel-infer replay` makes of a tape, by trace."""
+def read_traces(path: Path) -> dict[str, dict[str, Any]]:
+    """Returns the requests of a tape by trace id, from `otel-infer replay`."""
     done = run("replay", "--json", str(path))
     assert done.returncode == 0, done.stderr
-    told = [json.loads(line) for line in done.stdout.splitlines()]
-    return {request["trace_id"]: request for request in told}
+    requests = [json.loads(line) for line in done.stdout.splitlines()]
+    return {request["trace_id"]: request for request in requests}
 
 
 def tapes(folder: Path) -> list[Path]:
     return sorted(folder.glob("otel_infer-*.tape"))
 
 
-def written(folder: Path) -> list[Path]:
-    """Those that hold something; some may be removed meanwhile."""
+def non_empty_tapes(folder: Path) -> list[Path]:
+    """Returns the tapes that are not empty. A tape may be removed meanwhile."""
     found = []
     for path in tapes(folder):
         with contextlib.suppress(FileNotFoundError):
@@ -64,15 +64,15 @@ def written(folder: Path) -> list[Path]:
     return found
 
 
-def recording(toy: Toy) -> str:
-    """The folder of a server, once its sidecar is at work."""
+def wait_for_rings(toy: Toy) -> str:
+    """Returns the ring folder of a server once its sidecar runs."""
     folder = str(toy.state()["folder"])
     until(lambda: directory.is_held(Path(folder) / directory.SIDECAR_LOCK))
     return folder
 
 
 def handles_signals(pid: int) -> bool:
-    """Whether it has a handler for SIGUSR2 by now."""
+    """Returns whether the process has a handler for SIGUSR2."""
     (caught,) = [
         line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("SigCgt")
     ]
@@ -83,66 +83,66 @@ def handles_signals(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("launcher", [(), RUN], ids=["one-line", "otel-infer-run"])
-def test_dump_writes_what_was_served_as_a_tape_that_can_be_replayed_and_explained(
+def test_dump_writes_a_replayable_tape(
     tmp_path: Path, receiver: OtlpReceiver, launcher: tuple[str, ...]
 ) -> None:
     with Toy(tmp_path / "log", receiver.environ, launcher) as toy:
         replies = [toy.chat(tokens=5) for _ in range(4)]
-        folder = recording(toy)
+        folder = wait_for_rings(toy)
         out = tmp_path / "slow.tape"
         done = run("dump", "--out", str(out), "--rings", folder)
         assert done.returncode == 0, done.stderr
         assert str(out) in done.stdout
-        found = traces(out)
+        found = read_traces(out)
         assert set(found) == {reply.trace_id for reply in replies}
         assert {request["output_tokens"] for request in found.values()} == {5}
         assert not any(request["infer.telemetry.lost"] for request in found.values())
         assert run("explain", str(out)).returncode == 0
-        assert out.stat().st_mode & 0o077 in (0o044, 0o000, 0o004)  # as this user makes files
+        assert out.stat().st_mode & 0o077 in (0o044, 0o000, 0o004)  # by the umask of this user
         assert not [name for name in os.listdir(folder) if directory.is_dump(name)]
         again = run("dump", cwd=tmp_path, OTEL_INFER_RINGS=folder)
         assert again.returncode == 0, again.stderr
         (named,) = tapes(tmp_path)
-        assert set(traces(named)) == set(found)
+        assert set(read_traces(named)) == set(found)
         toy.stop()
 
 
-def test_under_load_a_tape_holds_every_step_of_what_ended(tmp_path: Path, receiver: OtlpReceiver) -> None:
+def test_tape_under_load_has_every_step_of_ended_requests(tmp_path: Path, receiver: OtlpReceiver) -> None:
     with Toy(tmp_path / "log", receiver.environ) as toy, toy.load(threads=2, tokens=100) as replies:
         until(toy.sidecars)
-        folder = recording(toy)
+        folder = wait_for_rings(toy)
         until(lambda: len(replies) >= 2)
         done = run("dump", "--out", str(tmp_path / "a.tape"), "--rings", folder)
         assert done.returncode == 0, done.stderr
-        found = traces(tmp_path / "a.tape")
+        found = read_traces(tmp_path / "a.tape")
         assert len(found) >= 2
         assert {request["output_tokens"] for request in found.values()} == {100}
 
 
-def test_where_there_is_no_sidecar_dump_says_so(tmp_path: Path) -> None:
+def test_dump_without_a_sidecar_is_an_error(tmp_path: Path) -> None:
     done = run("dump", "--rings", str(tmp_path), cwd=tmp_path)
     assert done.returncode == 2
-    assert f"no sidecar is at work below {tmp_path}" in done.stderr
+    assert f"no sidecar is running below {tmp_path}" in done.stderr
     assert tapes(tmp_path) == []
 
 
-def test_of_several_servers_one_has_to_be_chosen(tmp_path: Path, receiver: OtlpReceiver) -> None:
+def test_dump_requires_a_choice_among_several_servers(tmp_path: Path, receiver: OtlpReceiver) -> None:
     with Toy(tmp_path / "a", receiver.environ) as first, Toy(tmp_path / "b", receiver.environ) as second:
-        mine, other = first.chat(), second.chat()
-        pid, parent = first.state()["pid"], str(Path(recording(first)).parent)
-        recording(second)
+        chosen, other = first.chat(), second.chat()
+        pid, parent = first.state()["pid"], str(Path(wait_for_rings(first)).parent)
+        wait_for_rings(second)
         out = tmp_path / "first.tape"
-        unclear = run("dump", "--out", str(out), "--rings", parent)
-        assert unclear.returncode == 2
-        assert f"--server {pid} " in unclear.stderr
+        ambiguous = run("dump", "--out", str(out), "--rings", parent)
+        assert ambiguous.returncode == 2
+        assert f"--server {pid} " in ambiguous.stderr
         assert not out.exists()
         done = run("dump", "--out", str(out), "--rings", parent, "--server", str(pid))
         assert done.returncode == 0, done.stderr
-        assert set(traces(out)) == {mine.trace_id}
-        assert other.trace_id not in traces(out)
-        nobody = run("dump", "--out", str(out), "--rings", parent, "--server", "1")
-        assert nobody.returncode == 2
-        assert "no sidecar of a server with process 1" in nobody.stderr
+        assert set(read_traces(out)) == {chosen.trace_id}
+        assert other.trace_id not in read_traces(out)
+        unknown = run("dump", "--out", str(out), "--rings", parent, "--server", "1")
+        assert unknown.returncode == 2
+        assert "no sidecar" in unknown.stderr
         first.stop()
         second.stop()
 
@@ -150,7 +150,7 @@ def test_of_several_servers_one_has_to_be_chosen(tmp_path: Path, receiver: OtlpR
 def test_dump_names_a_file_that_cannot_be_written(tmp_path: Path, receiver: OtlpReceiver) -> None:
     with Toy(tmp_path / "log", receiver.environ) as toy:
         toy.chat()
-        folder = recording(toy)
+        folder = wait_for_rings(toy)
         done = run("dump", "--out", str(tmp_path / "nowhere" / "a.tape"), "--rings", folder)
         assert done.returncode == 2
         assert "nowhere" in done.stderr
@@ -158,15 +158,13 @@ def test_dump_names_a_file_that_cannot_be_written(tmp_path: Path, receiver: Otlp
         toy.stop()
 
 
-def test_dump_takes_a_tape_from_a_separate_sidecar_by_the_folder_that_both_know(
-    tmp_path: Path, receiver: OtlpReceiver
-) -> None:
+def test_dump_reads_from_a_separate_sidecar(tmp_path: Path, receiver: OtlpReceiver) -> None:
     rings = Path("/dev/shm") / f"otel-infer-test-dump-{os.getpid()}"
     rings.mkdir(mode=0o777)
     rings.chmod(0o777)
     environ = {**receiver.environ, "OTEL_INFER_RINGS": str(rings)}
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("OTEL_")}
-    separate = subprocess.Popen([*COMMAND, "sidecar", "--rings", str(rings)], env={**kept, **environ})
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("OTEL_")}
+    separate = subprocess.Popen([*COMMAND, "sidecar", "--rings", str(rings)], env={**inherited, **environ})
     toy = Toy(tmp_path / "log", environ)
     try:
         until((rings / f"otel_infer-{os.getuid()}" / directory.SIDECAR_LOCK).exists)
@@ -174,7 +172,7 @@ def test_dump_takes_a_tape_from_a_separate_sidecar_by_the_folder_that_both_know(
         reply = toy.chat()
         done = run("dump", "--out", str(tmp_path / "a.tape"), "--rings", str(rings))
         assert done.returncode == 0, done.stderr
-        assert set(traces(tmp_path / "a.tape")) == {reply.trace_id}
+        assert set(read_traces(tmp_path / "a.tape")) == {reply.trace_id}
         separate.send_signal(signal.SIGTERM)
         assert separate.wait(15) == 0
         toy.stop()
@@ -188,7 +186,7 @@ def test_dump_takes_a_tape_from_a_separate_sidecar_by_the_folder_that_both_know(
 # ── the signal ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_signal_writes_a_tape_into_a_private_folder(tmp_path: Path, receiver: OtlpReceiver) -> None:
+def test_signal_writes_a_tape_into_a_private_folder(tmp_path: Path, receiver: OtlpReceiver) -> None:
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     with Toy(tmp_path / "log", {**receiver.environ, "TMPDIR": str(temporary)}) as toy:
@@ -201,7 +199,7 @@ def test_a_signal_writes_a_tape_into_a_private_folder(tmp_path: Path, receiver: 
         (path,) = until(lambda: tapes(folder))
         assert folder.stat().st_mode & 0o777 == 0o700
         assert path.stat().st_mode & 0o777 == 0o600
-        assert set(traces(path)) == {reply.trace_id}
+        assert set(read_traces(path)) == {reply.trace_id}
         assert file.read_header(path)["by"] == "signal"
         assert toy.chat().status == 200
         assert toy.sidecars() == [sidecar]
@@ -211,9 +209,7 @@ def test_a_signal_writes_a_tape_into_a_private_folder(tmp_path: Path, receiver: 
 # ── objectives ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_breach_writes_one_tape_with_the_breach_in_it_and_what_came_before(
-    tmp_path: Path, receiver: OtlpReceiver
-) -> None:
+def test_breach_writes_one_tape_with_earlier_requests(tmp_path: Path, receiver: OtlpReceiver) -> None:
     folder = tmp_path / "tapes"
     folder.mkdir()
     for number in range(20):
@@ -225,21 +221,19 @@ def test_a_breach_writes_one_tape_with_the_breach_in_it_and_what_came_before(
         time.sleep(1.0)
         assert len(tapes(folder)) == 20
         missed += [toy.chat(tokens=40) for _ in range(2)]
-        (path,) = until(lambda: written(folder))
-        found = traces(path)
+        (path,) = until(lambda: non_empty_tapes(folder))
+        found = read_traces(path)
         assert {reply.trace_id for reply in [*fine, *missed]} <= set(found)
         missed += [toy.chat(tokens=40) for _ in range(3)]
         time.sleep(3.0)
-        assert written(folder) == [path]  # one a minute
-        assert len(tapes(folder)) == 20  # the oldest made room
+        assert non_empty_tapes(folder) == [path]  # at most one per minute
+        assert len(tapes(folder)) == 20  # the oldest tape was removed
         toy.stop()
     assert file.read_header(path)["by"] == "slo"
 
 
 @pytest.mark.parametrize("flags", ["01", "00"], ids=["sampled", "not sampled"])
-def test_a_breach_just_before_the_end_is_written_all_the_same(
-    tmp_path: Path, receiver: OtlpReceiver, flags: str
-) -> None:
+def test_breach_just_before_shutdown_is_written(tmp_path: Path, receiver: OtlpReceiver, flags: str) -> None:
     folder = tmp_path / "tapes"
     environ = {**receiver.environ, "OTEL_INFER_SLO": "e2e=1ms", "OTEL_INFER_DUMP_ON_SLO": str(folder)}
     with Toy(tmp_path / "log", environ) as toy:
@@ -248,7 +242,7 @@ def test_a_breach_just_before_the_end_is_written_all_the_same(
         toy.stop()
     (path,) = tapes(folder)
     assert file.read_header(path)["slo"] == "e2e=1ms"
-    assert set(traces(path)) == {reply.trace_id for reply in replies}
+    assert set(read_traces(path)) == {reply.trace_id for reply in replies}
 
 
 # ── the webhook ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -264,9 +258,7 @@ def post(port: int, path: str, body: str, headers: Mapping[str, str] = {}) -> tu
         connection.close()
 
 
-def test_an_alert_asks_for_a_tape_which_holds_nothing_of_what_was_posted_or_prompted(
-    tmp_path: Path, receiver: OtlpReceiver
-) -> None:
+def test_webhook_tape_contains_no_user_content(tmp_path: Path, receiver: OtlpReceiver) -> None:
     folder, port, log = tmp_path / "tapes", free_port(), tmp_path / "side.log"
     environ = {
         **receiver.environ,
@@ -287,7 +279,7 @@ def test_an_alert_asks_for_a_tape_which_holds_nothing_of_what_was_posted_or_prom
         path = Path(answer["file"])
         until(path.exists)
         assert path.parent == folder
-        assert reply.trace_id in traces(path)
+        assert reply.trace_id in read_traces(path)
         taped = gzip.decompress(path.read_bytes())
         for name, canary in canaries.items():
             assert canary.encode() not in taped, name
@@ -298,14 +290,12 @@ def test_an_alert_asks_for_a_tape_which_holds_nothing_of_what_was_posted_or_prom
 
 
 def _listens_on(port: int) -> set[str]:
-    """The local addresses, in the kernel's words, at which this port is listened on."""
+    """Returns the local addresses, as in /proc/net/tcp, that listen on this port."""
     rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     return {row[1].partition(":")[0] for row in rows if row[3] == "0A" and row[1].endswith(f":{port:04X}")}
 
 
-def test_a_port_that_is_taken_costs_the_webhook_and_nothing_else(
-    tmp_path: Path, receiver: OtlpReceiver
-) -> None:
+def test_occupied_port_disables_only_the_webhook(tmp_path: Path, receiver: OtlpReceiver) -> None:
     log = tmp_path / "side.log"
     environ = {
         **receiver.environ,

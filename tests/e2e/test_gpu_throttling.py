@@ -1,4 +1,4 @@
-"""GPU clocks that were throttled while a tape was recorded are a cause in everything that reads the tape."""
+"""GPU throttling during a recording is a cause in every command that reads the tape."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ CAUSE = "gpu_throttled"
 
 @pytest.fixture(scope="module")
 def tape(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Recorded beside an NVML whose GPUs are throttled, on the fake device."""
+    """A tape of the fake device, recorded with a stub NVML that reports throttled GPUs."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
-        pytest.skip("there is no C compiler")
+        pytest.skip("no C compiler")
     folder = tmp_path_factory.mktemp("throttled")
     stub = ROOT / "tests" / "support" / "nvml_stub.c"
     subprocess.run([compiler, "-shared", "-fPIC", "-o", folder / "libnvidia-ml.so.1", stub], check=True)

@@ -1,4 +1,4 @@
-"""What is started, when, and that nothing is left of it."""
+"""Processes, threads and files: when they are created, and that they are removed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.toy_server import MARK, RUN, Toy, free_port, processes, until
 pytestmark = pytest.mark.timeout(60)
 
 COMMAND = (sys.executable, "-m", "otel_infer")
-NOWHERE = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:9", "OTEL_EXPORTER_OTLP_TIMEOUT": "1"}
+UNREACHABLE = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:9", "OTEL_EXPORTER_OTLP_TIMEOUT": "1"}
 
 
 @pytest.fixture
@@ -32,41 +32,41 @@ def receiver() -> Iterator[OtlpReceiver]:
 
 
 def environment(**changes: str) -> dict[str, str]:
-    """Ours without anything of OpenTelemetry, and these."""
+    """Returns this environment without OTEL_* variables, plus `changes`."""
     return {**{name: value for name, value in os.environ.items() if not name.startswith("OTEL_")}, **changes}
 
 
 def folders() -> set[str]:
-    """The folders of all servers of this user."""
+    """Returns the names of the ring folders of this user."""
     home = directory.BASE / f"otel_infer-{os.getuid()}"
     return set(os.listdir(home)) if home.is_dir() else set()
 
 
 def run(*command: str, input: str | None = None, timeout: float = 30, **environ: str) -> Any:
-    """A command to its end, with what it said."""
+    """Runs a command to its end. Returns its status and output."""
     return subprocess.run(
         command, capture_output=True, text=True, input=input, timeout=timeout, env=environment(**environ)
     )
 
 
 def run_script(script: str, **environ: str) -> Any:
-    """A script under `otel-infer run`, exporting to where nobody listens."""
-    return run(*RUN, sys.executable, "-c", script, **{**NOWHERE, **environ})
+    """Runs a script under `otel-infer run`, with an unreachable destination."""
+    return run(*RUN, sys.executable, "-c", script, **{**UNREACHABLE, **environ})
 
 
 # ── nothing is started ───────────────────────────────────────────────────────────────────────────────────────────
 
-OFF: dict[str, Mapping[str, str]] = {
-    "sdk-disabled": {"OTEL_SDK_DISABLED": "true", **NOWHERE},
-    "no-exporters": {"OTEL_TRACES_EXPORTER": "none", "OTEL_METRICS_EXPORTER": "none", **NOWHERE},
-    "off": {"OTEL_INFER_ENABLED": "off", **NOWHERE},
-    "instrumentation-disabled": {"OTEL_PYTHON_DISABLED_INSTRUMENTATIONS": "flask,otel_infer", **NOWHERE},
+DISABLED: dict[str, Mapping[str, str]] = {
+    "sdk-disabled": {"OTEL_SDK_DISABLED": "true", **UNREACHABLE},
+    "no-exporters": {"OTEL_TRACES_EXPORTER": "none", "OTEL_METRICS_EXPORTER": "none", **UNREACHABLE},
+    "off": {"OTEL_INFER_ENABLED": "off", **UNREACHABLE},
+    "instrumentation-disabled": {"OTEL_PYTHON_DISABLED_INSTRUMENTATIONS": "flask,otel_infer", **UNREACHABLE},
 }
 
 
 @pytest.mark.parametrize("launcher", [(), RUN], ids=["one-line", "otel-infer-run"])
-@pytest.mark.parametrize("environ", OFF.values(), ids=OFF)
-def test_where_somebody_said_no_nothing_is_started(
+@pytest.mark.parametrize("environ", DISABLED.values(), ids=DISABLED)
+def test_disabled_by_configuration_nothing_is_started(
     tmp_path: Path, environ: Mapping[str, str], launcher: tuple[str, ...]
 ) -> None:
     with Toy(tmp_path / "log", environ, launcher) as toy:
@@ -75,8 +75,8 @@ def test_where_somebody_said_no_nothing_is_started(
         assert (state["folder"], state["arena"]) == ("", "NoneType")
         assert "otel_infer" not in state["threads"]
         assert toy.sidecars() == []
-        mine = {str(pid) for pid in processes(toy.mark)}
-        assert not any(name.partition("-")[0] in mine for name in folders())
+        pids = {str(pid) for pid in processes(toy.mark)}
+        assert not any(name.partition("-")[0] in pids for name in folders())
         assert toy.stop() == 143
         assert toy.said() == ""
 
@@ -102,7 +102,7 @@ def test_before_the_first_request_nothing_is_started(tmp_path: Path, receiver: O
 
 # ── bad settings ─────────────────────────────────────────────────────────────────────────────────────────────────
 
-BAD = {
+INVALID = {
     "OTEL_INFER_STEPS": ("some", "all, auto, off"),
     "OTEL_INFER_STEP_BUDGET": ("many", "a whole number"),
     "OTEL_INFER_KEEP_UNSAMPLED": ("maybe", "on or off"),
@@ -111,9 +111,9 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("variable", BAD)
-def test_a_bad_setting_stops_our_own_commands_and_names_what_is_accepted(variable: str) -> None:
-    value, accepted = BAD[variable]
+@pytest.mark.parametrize("variable", INVALID)
+def test_invalid_setting_stops_commands_and_names_accepted_values(variable: str) -> None:
+    value, accepted = INVALID[variable]
     done = run(*RUN, sys.executable, "-c", "print('ran')", **{variable: value})
     assert done.returncode == 2
     assert variable in done.stderr
@@ -123,18 +123,20 @@ def test_a_bad_setting_stops_our_own_commands_and_names_what_is_accepted(variabl
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("variable", [*BAD, "OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT", "OTEL_TRACES_SAMPLER"])
-def test_a_bad_setting_never_stops_the_users_server(variable: str) -> None:
-    value = BAD.get(variable, ("some",))[0]
+@pytest.mark.parametrize("variable", [*INVALID, "OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT", "OTEL_TRACES_SAMPLER"])
+def test_invalid_setting_never_stops_the_server(variable: str) -> None:
+    value = INVALID.get(variable, ("some",))[0]
     script = (
         "import otel_infer; otel_infer.instrument(); otel_infer.request('chat').__enter__(); print('served')"
     )
-    done = run(sys.executable, "-c", script, **{**NOWHERE, variable: value, "OTEL_INFER_MODE": "in-process"})
+    done = run(
+        sys.executable, "-c", script, **{**UNREACHABLE, variable: value, "OTEL_INFER_MODE": "in-process"}
+    )
     assert (done.returncode, done.stdout) == (0, "served\n")
     assert "Traceback" not in done.stderr
-    if variable != "OTEL_TRACES_SAMPLER":  # the SDK itself says what it makes of this one
-        (complaint,) = [line for line in done.stderr.splitlines() if line.startswith("otel_infer: ")]
-        assert variable in complaint or "Error" in complaint
+    if variable != "OTEL_TRACES_SAMPLER":  # the SDK itself reports this one
+        (warning,) = [line for line in done.stderr.splitlines() if line.startswith("otel_infer: ")]
+        assert variable in warning or "Error" in warning
 
 
 NO_CHILD = """
@@ -153,22 +155,22 @@ print("served")
 
 
 @pytest.mark.parametrize(
-    ("mode", "said"),
+    ("mode", "expected"),
     [
-        ("auto", "in-process, since the sidecar cannot be started (no more processes)"),
+        ("auto", "in-process, because "),
         (
             "sidecar",
-            "off, since OTEL_INFER_MODE=sidecar and the sidecar cannot be started (no more processes)",
+            "disabled, because OTEL_INFER_MODE=sidecar and ",
         ),
     ],
 )
-def test_without_a_child_process_it_is_in_process_unless_that_was_ruled_out(mode: str, said: str) -> None:
+def test_without_child_process_export_is_in_process_or_disabled(mode: str, expected: str) -> None:
     before = folders()
-    done = run(sys.executable, "-c", NO_CHILD, **{**NOWHERE, "OTEL_INFER_MODE": mode})
+    done = run(sys.executable, "-c", NO_CHILD, **{**UNREACHABLE, "OTEL_INFER_MODE": mode})
     assert (done.returncode, done.stdout) == (0, "served\n")
-    assert said in done.stderr
+    assert expected in done.stderr and "no more processes" in done.stderr
     assert "Traceback" not in done.stderr
-    assert not {name for name in folders() - before if not _is_somebodys(name)}
+    assert not {name for name in folders() - before if not _is_alive(name)}
 
 
 # ── otel-infer run ───────────────────────────────────────────────────────────────────────────────────────────────
@@ -180,17 +182,17 @@ def test_run_returns_the_servers_exit_status(status: int) -> None:
     began = time.monotonic()
     assert run_script(f"import sys; sys.exit({status})").returncode == status
     assert time.monotonic() - began < 10
-    assert not {name for name in folders() - before if not _is_somebodys(name)}
+    assert not {name for name in folders() - before if not _is_alive(name)}
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM])
-def test_run_returns_128_and_the_signal_that_ended_the_server(number: signal.Signals) -> None:
+def test_run_returns_128_plus_the_signal_number(number: signal.Signals) -> None:
     done = run_script(f"import os; os.kill(os.getpid(), {int(number)})")
     assert done.returncode == 128 + number
 
 
 @pytest.mark.parametrize("ignored", [signal.SIGHUP, signal.SIGINT])
-def test_a_signal_that_whoever_started_run_ignores_the_server_ignores_as_well(
+def test_server_inherits_ignored_signals(
     ignored: signal.Signals,
 ) -> None:
     """As under `nohup`."""
@@ -200,18 +202,18 @@ def test_a_signal_that_whoever_started_run_ignores_the_server_ignores_as_well(
     assert done.returncode == 0
 
 
-def test_run_says_which_program_is_missing_or_no_program() -> None:
-    missing = run(*RUN, "no-such-program", **NOWHERE)
+def test_run_names_a_missing_or_invalid_program() -> None:
+    missing = run(*RUN, "no-such-program", **UNREACHABLE)
     assert missing.returncode == 127
     assert "no-such-program" in missing.stderr
     assert "Traceback" not in missing.stderr
-    assert run(*RUN, "/", **NOWHERE).returncode == 126
-    assert run(*COMMAND, "run", **NOWHERE).returncode == 2
+    assert run(*RUN, "/", **UNREACHABLE).returncode == 126
+    assert run(*COMMAND, "run", **UNREACHABLE).returncode == 2
 
 
 def test_run_names_a_tape_that_cannot_be_written(tmp_path: Path) -> None:
     tape = tmp_path / "nowhere" / "a.tape"
-    done = run(*COMMAND, "run", "--tape", str(tape), "--", sys.executable, "-c", "pass", **NOWHERE)
+    done = run(*COMMAND, "run", "--tape", str(tape), "--", sys.executable, "-c", "pass", **UNREACHABLE)
     assert done.returncode == 2
     assert str(tape) in done.stderr
 
@@ -226,23 +228,23 @@ def test_run_forwards_signals(number: signal.Signals, tmp_path: Path) -> None:
     )
     command = [*RUN, sys.executable, "-c", script]
     process = subprocess.Popen(
-        command, env=environment(**NOWHERE), stdin=subprocess.DEVNULL, start_new_session=True
+        command, env=environment(**UNREACHABLE), stdin=subprocess.DEVNULL, start_new_session=True
     )
     until(ready.exists)
     process.send_signal(number)
     assert process.wait(15) == 43
 
 
-def test_a_signal_that_comes_before_the_server_is_not_lost() -> None:
+def test_signal_before_the_server_start_is_not_lost() -> None:
     command = [*RUN, sys.executable, "-c", "import time; time.sleep(20)"]
-    process = subprocess.Popen(command, env=environment(**NOWHERE), start_new_session=True)
-    until(lambda: _catches(process.pid, signal.SIGTERM), every=0.0005)
+    process = subprocess.Popen(command, env=environment(**UNREACHABLE), start_new_session=True)
+    until(lambda: _handles(process.pid, signal.SIGTERM), every=0.0005)
     process.send_signal(signal.SIGTERM)
     assert process.wait(15) == 128 + signal.SIGTERM
 
 
-def _catches(pid: int, number: int) -> bool:
-    """Whether the process has a handler for this signal."""
+def _handles(pid: int, number: int) -> bool:
+    """Returns whether the process has a handler for this signal."""
     with open(f"/proc/{pid}/status", encoding="ascii") as lines:
         (caught,) = [int(line.split()[1], 16) for line in lines if line.startswith("SigCgt:")]
     return bool(caught >> (number - 1) & 1)
@@ -266,7 +268,7 @@ sys.exit(len([state for state in states if state == "Z"]) + (len(children) != 2)
     assert run_script(script).returncode == 0
 
 
-OUTLIVED = """
+DAEMON = """
 import os, sys, time
 from pathlib import Path
 import otel_infer
@@ -282,26 +284,24 @@ time.sleep(30)
 """
 
 
-def test_run_leaves_a_server_that_goes_on_without_it_and_its_sidecar_alone(
-    tmp_path: Path, receiver: OtlpReceiver
-) -> None:
-    """As one that makes itself a daemon."""
-    told, said = tmp_path / "told", tmp_path / "said"
+def test_run_leaves_a_daemonized_server_and_sidecar_running(tmp_path: Path, receiver: OtlpReceiver) -> None:
+    """The server forks and its first process ends."""
+    ready, log = tmp_path / "ready", tmp_path / "stderr"
     began = time.monotonic()
-    with said.open("wb") as output:
-        command = [*RUN, sys.executable, "-c", OUTLIVED, str(told)]
+    with log.open("wb") as output:
+        command = [*RUN, sys.executable, "-c", DAEMON, str(ready)]
         done = subprocess.run(command, stderr=output, timeout=30, env=environment(**receiver.environ))
     assert done.returncode == 7
     assert time.monotonic() - began < 20
-    assert "processes of the server still run" in said.read_text()
-    pid, folder = told.read_text().split()
+    assert "processes of the server still run" in log.read_text()
+    pid, folder = ready.read_text().split()
     assert directory.is_held(Path(folder) / directory.SIDECAR_LOCK)
     os.kill(int(pid), signal.SIGKILL)
     until(lambda: not Path(folder).exists())
     assert receiver.wait_for(lambda it: any(span["name"] == "chat toy" for span in it.spans))
 
 
-def test_run_has_nothing_to_do_with_a_server_that_is_switched_off() -> None:
+def test_run_does_not_touch_a_disabled_server() -> None:
     script = "import sys; print('otel_infer' in sys.modules)"
     done = run_script(script, OTEL_INFER_ENABLED="off")
     assert (done.stdout, done.stderr) == ("False\n", "")
@@ -310,8 +310,8 @@ def test_run_has_nothing_to_do_with_a_server_that_is_switched_off() -> None:
 # ── nothing is left ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _is_somebodys(name: str) -> bool:
-    """Whether the server of this folder lives: another test's."""
+def _is_alive(name: str) -> bool:
+    """Returns whether the server of this folder runs, because it belongs to another test."""
     return Path(f"/proc/{name.partition('-')[0]}").exists()
 
 
@@ -320,7 +320,7 @@ def test_nothing_is_left_after_ctrl_c_on_a_terminal(
     tmp_path: Path, receiver: OtlpReceiver, launcher: tuple[str, ...]
 ) -> None:
     main, terminal = pty.openpty()
-    # Whoever runs these tests in the background may have them ignore what a terminal sends.
+    # In the background, the tests may have inherited an ignored SIGINT.
     on_terminal = ("env", "--default-signal=INT", "setsid", "--ctty", "--wait", *launcher)
     toy = Toy(tmp_path / "log", receiver.environ, on_terminal)
     try:
@@ -334,7 +334,7 @@ def test_nothing_is_left_after_ctrl_c_on_a_terminal(
         toy.__exit__()
         os.close(main)
         os.close(terminal)
-    assert status == 0  # the toy server ends well on KeyboardInterrupt, and was interrupted once
+    assert status == 0  # the toy server returns 0 on a single KeyboardInterrupt
     assert toy.folder is not None
     assert not toy.folder.exists()
     assert any(span["trace_id"] == reply.trace_id for span in receiver.spans)
@@ -357,39 +357,35 @@ def test_nothing_is_left_after_a_signal_to_the_group(
         assert any(span["trace_id"] == reply.trace_id for span in receiver.spans)
 
 
-def test_nothing_is_left_of_a_notebook_that_is_run_again_and_again(
-    tmp_path: Path, receiver: OtlpReceiver
-) -> None:
+def test_nothing_is_left_of_a_rerun_notebook(tmp_path: Path, receiver: OtlpReceiver) -> None:
     with Toy(tmp_path / "log", receiver.environ) as toy:
-        traces, seen = [], set()
+        traces, ring_folders = [], set()
         for _ in range(4):
             traces.append(toy.chat().trace_id)
-            seen.add(toy.state()["folder"])
+            ring_folders.add(toy.state()["folder"])
             assert toy.ask("/again").body["instrumented"] is True
         traces.append(toy.chat().trace_id)
-        seen.add(toy.state()["folder"])
+        ring_folders.add(toy.state()["folder"])
         until(lambda: len(toy.sidecars()) == 1)
-        until(lambda: sum(Path(folder).exists() for folder in seen) == 1)
-        assert set(traces) <= {span["trace_id"] for span in _all(receiver, traces)}
+        until(lambda: sum(Path(folder).exists() for folder in ring_folders) == 1)
+        assert set(traces) <= {span["trace_id"] for span in wait_for_traces(receiver, traces)}
         assert len(toy.said().splitlines()) == 5
         toy.stop()
-        assert not any(Path(folder).exists() for folder in seen)
+        assert not any(Path(folder).exists() for folder in ring_folders)
 
 
-def _all(receiver: OtlpReceiver, traces: list[str]) -> list[dict[str, Any]]:
+def wait_for_traces(receiver: OtlpReceiver, traces: list[str]) -> list[dict[str, Any]]:
     assert receiver.wait_for(lambda it: set(traces) <= {span["trace_id"] for span in it.spans})
     return receiver.spans
 
 
-def test_nothing_is_left_of_a_notebook_in_process_that_is_run_again_and_again(
-    tmp_path: Path, receiver: OtlpReceiver
-) -> None:
+def test_nothing_is_left_of_a_rerun_in_process_notebook(tmp_path: Path, receiver: OtlpReceiver) -> None:
     with Toy(tmp_path / "log", {**receiver.environ, "OTEL_INFER_MODE": "in-process"}) as toy:
         traces = []
         for _ in range(3):
             traces.append(toy.chat().trace_id)
             assert toy.ask("/again").body["instrumented"] is True
-        _all(receiver, traces)
+        wait_for_traces(receiver, traces)
         assert toy.state()["threads"].count("otel_infer") == 0
         assert len([name for name in toy.state()["threads"] if "otel_infer" in name]) == 0
         toy.stop()
@@ -434,17 +430,17 @@ def test_nothing_is_left_after_a_reload(
         second = toy.chat()
         assert second.body["pid"] != first["pid"]
         until(lambda: len(toy.sidecars()) == 1)
-        # Under `otel-infer run` the sidecar outlives what it reads; else each server process has its own.
+        # Under `otel-infer run` the sidecar outlives the server process; otherwise each server process has its own.
         assert (toy.sidecar() == sidecar) is bool(launcher)
-        _all(receiver, [second.trace_id])
+        wait_for_traces(receiver, [second.trace_id])
         toy.stop(signal.SIGINT)
         assert toy.sidecars() == []
     finally:
         toy.__exit__()
 
 
-def test_servers_that_start_at_once_each_have_their_sidecar(tmp_path: Path, receiver: OtlpReceiver) -> None:
-    """They see each other's folders while these are being made, and must not take them for those of the dead."""
+def test_concurrent_servers_each_have_their_sidecar(tmp_path: Path, receiver: OtlpReceiver) -> None:
+    """A server must not take the incomplete folder of another server for a leftover."""
     script = """
 import sys, otel_infer
 otel_infer.instrument()
@@ -458,10 +454,10 @@ sys.exit(not otel_infer.flush(20))
     environ = environment(**receiver.environ, **{MARK: mark})
     command = [sys.executable, "-c", script]
     started = [subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True) for _ in range(8)]
-    made = [Path(process.communicate(timeout=40)[0].strip()) for process in started]
+    ring_folders = [Path(process.communicate(timeout=40)[0].strip()) for process in started]
     assert [0] * 8 == [process.returncode for process in started]
     until(lambda: not processes(mark))
-    assert not any(folder.exists() for folder in made)
+    assert not any(folder.exists() for folder in ring_folders)
     roots = [span for span in receiver.spans if span["name"] == "chat toy"]
     assert len({span["trace_id"] for span in roots}) == 8 == len(roots)
 
@@ -469,14 +465,12 @@ sys.exit(not otel_infer.flush(20))
 # ── a separate sidecar ───────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_separate_sidecar_reads_a_shared_folder_and_leaves_everything_else_in_it_alone(
-    tmp_path: Path, receiver: OtlpReceiver
-) -> None:
+def test_separate_sidecar_leaves_other_files_of_its_folder(tmp_path: Path, receiver: OtlpReceiver) -> None:
     volume = Path("/dev/shm") / f"otel-infer-test-{os.getpid()}"
     beside = volume / "beside"
     beside.mkdir(parents=True)
-    keep = [volume / "weights.bin", beside / "data.requests", beside / "sidecar.notes"]
-    for path in keep:
+    other_files = [volume / "weights.bin", beside / "data.requests", beside / "sidecar.notes"]
+    for path in other_files:
         path.write_text("not ours")
         os.utime(path.parent, (1, 1))
     volume.chmod(0o777)
@@ -492,19 +486,19 @@ def test_a_separate_sidecar_reads_a_shared_folder_and_leaves_everything_else_in_
         replies = [toy.chat() for _ in range(3)]
         assert toy.state()["folder"] == str(rings)
         assert toy.sidecars() == []
-        _all(receiver, [reply.trace_id for reply in replies])
+        wait_for_traces(receiver, [reply.trace_id for reply in replies])
         toy.kill()
         assert toy.process is not None
         toy.process.wait(5)
         until(lambda: not list(rings.glob("*.requests")))
         toy.start()
-        _all(receiver, [toy.chat().trace_id])
+        wait_for_traces(receiver, [toy.chat().trace_id])
         separate.send_signal(signal.SIGTERM)
         assert separate.wait(15) == 0
         toy.folder = None
         toy.stop()
         assert volume.stat().st_mode & 0o777 == 0o777
-        assert [path.read_text() for path in keep] == ["not ours"] * 3
+        assert [path.read_text() for path in other_files] == ["not ours"] * 3
         assert not (beside / directory.SIDECAR_LOCK).exists()
     finally:
         separate.kill()
@@ -512,19 +506,17 @@ def test_a_separate_sidecar_reads_a_shared_folder_and_leaves_everything_else_in_
         subprocess.run(["rm", "-r", str(volume)], check=True)
 
 
-def test_a_separate_sidecar_says_what_is_wrong_and_ends_with_2(tmp_path: Path) -> None:
-    not_tmpfs = run(*COMMAND, "sidecar", "--rings", "/proc", **NOWHERE)
+def test_separate_sidecar_exits_with_2_on_invalid_arguments(tmp_path: Path) -> None:
+    not_tmpfs = run(*COMMAND, "sidecar", "--rings", "/proc", **UNREACHABLE)
     assert not_tmpfs.returncode == 2
     assert "/proc" in not_tmpfs.stderr
     assert "Traceback" not in not_tmpfs.stderr
-    bad = run(*COMMAND, "sidecar", "--rings", "/dev/shm", OTEL_INFER_STEPS="some", **NOWHERE)
-    assert bad.returncode == 2
-    assert "OTEL_INFER_STEPS" in bad.stderr
+    invalid = run(*COMMAND, "sidecar", "--rings", "/dev/shm", OTEL_INFER_STEPS="some", **UNREACHABLE)
+    assert invalid.returncode == 2
+    assert "OTEL_INFER_STEPS" in invalid.stderr
 
 
-def test_the_log_and_the_tape_are_where_the_server_was_started(
-    tmp_path: Path, receiver: OtlpReceiver
-) -> None:
+def test_log_and_tape_paths_are_relative_to_the_server(tmp_path: Path, receiver: OtlpReceiver) -> None:
     toy = Toy(
         tmp_path / "log", {**receiver.environ, "OTEL_INFER_TAPE": "a.tape", "OTEL_INFER_LOG": "side.log"}
     )
@@ -532,7 +524,7 @@ def test_the_log_and_the_tape_are_where_the_server_was_started(
         toy.start(cwd=tmp_path)
         reply = toy.chat()
         toy.state()
-        _all(receiver, [reply.trace_id])
+        wait_for_traces(receiver, [reply.trace_id])
         toy.stop()
     finally:
         toy.__exit__()

@@ -1,4 +1,4 @@
-"""The log of kept requests: a file or stderr from the sidecar, the user's own logging in-process."""
+"""The log of kept requests: to a file or stderr by the sidecar, to `logging` in-process."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import pytest
 from tests.support.toy_server import RUN, Toy, until
 
 
-def lines(text: str) -> list[dict[str, Any]]:
+def parse_lines(text: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines() if line.startswith("{")]
 
 
 @pytest.mark.parametrize("launcher", [(), RUN], ids=["one-line", "otel-infer-run"])
 @pytest.mark.parametrize("where", ["file", "stderr"])
-def test_the_sidecar_logs_a_line_for_each_kept_request_though_nothing_is_exported(
+def test_sidecar_logs_kept_requests_without_an_exporter(
     tmp_path: Path, where: str, launcher: tuple[str, ...]
 ) -> None:
     log = tmp_path / "requests.log"
@@ -30,16 +30,16 @@ def test_the_sidecar_logs_a_line_for_each_kept_request_though_nothing_is_exporte
     with Toy(tmp_path / "log", environ, launcher) as toy:
         ordinary, slow, failed = toy.chat(tokens=2), toy.chat(tokens=40), toy.chat(fail="canary")
 
-        def told() -> list[dict[str, Any]]:
-            return lines(log.read_text() if where == "file" and log.exists() else toy.said())
+        def read_log() -> list[dict[str, Any]]:
+            return parse_lines(log.read_text() if where == "file" and log.exists() else toy.said())
 
-        until(lambda: len(told()) >= 2)
-        said = {line["trace_id"]: line for line in told()}
-        assert set(said) == {slow.trace_id, failed.trace_id} and ordinary.status == 200
-        assert (said[slow.trace_id]["keep_reason"], said[slow.trace_id]["missed"]) == ("slo", ["e2e"])
-        assert said[slow.trace_id]["stages_ms"]["decode"] > 200
-        assert said[failed.trace_id]["error_type"] == "ValueError"
-        assert "canary" not in json.dumps(list(said.values()))
+        until(lambda: len(read_log()) >= 2)
+        logged = {line["trace_id"]: line for line in read_log()}
+        assert set(logged) == {slow.trace_id, failed.trace_id} and ordinary.status == 200
+        assert (logged[slow.trace_id]["keep_reason"], logged[slow.trace_id]["missed"]) == ("slo", ["e2e"])
+        assert logged[slow.trace_id]["stages_ms"]["decode"] > 200
+        assert logged[failed.trace_id]["error_type"] == "ValueError"
+        assert "canary" not in json.dumps(list(logged.values()))
         toy.stop()
 
 
@@ -62,7 +62,7 @@ otel_infer.flush(10)
 """
 
 
-def test_in_process_the_users_own_logging_is_told() -> None:
+def test_in_process_requests_go_to_the_users_logging() -> None:
     done = subprocess.run([sys.executable, "-c", IN_PROCESS], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     name, reason, trace_id = done.stdout.split()

@@ -1,4 +1,4 @@
-"""What is exported, by what the caller and the sampler say: the caller's word is kept, and everything is counted."""
+"""Exported requests by the decision of caller and sampler: the caller's decision holds, and every request is counted."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ RATIO = {"OTEL_TRACES_SAMPLER": "parentbased_traceidratio", "OTEL_TRACES_SAMPLER
 
 @pytest.fixture
 def receiver() -> Iterator[OtlpReceiver]:
-    with OtlpReceiver("http/protobuf") as listening:
-        yield listening
+    with OtlpReceiver("http/protobuf") as receiver:
+        yield receiver
 
 
-def served(
+def serve(
     receiver: OtlpReceiver, log: Path, requests: list[tuple[str, str | None]], **environ: str
 ) -> list[Reply]:
-    """Requests of these kinds and flags, one after the other, and the server's end, so that all is sent."""
+    """Sends requests of these kinds and flags in sequence, then stops the server, which flushes."""
     with Toy(log, {**receiver.environ, **SLO, **environ}, RUN) as toy:
         replies = [toy.chat(flags=flags, **KINDS[kind]) for kind, flags in requests]
         toy.stop()
         return replies
 
 
-def kept(receiver: OtlpReceiver) -> dict[str, str]:
-    """Keep reason of each exported request, by trace id."""
+def keep_reasons(receiver: OtlpReceiver) -> dict[str, str]:
+    """Returns the keep reason of each exported request by trace id."""
     return {
         span["trace_id"]: span["attributes"][semconv.KEEP_REASON]
         for span in receiver.spans
@@ -50,8 +50,8 @@ def kept(receiver: OtlpReceiver) -> dict[str, str]:
     }
 
 
-def counted(receiver: OtlpReceiver, name: str, by: str = "") -> Counter[str]:
-    """The last value of each point of a metric."""
+def count_by(receiver: OtlpReceiver, name: str, by: str = "") -> Counter[str]:
+    """Returns the latest values of a metric, summed by the attribute `by`."""
     last: dict[tuple[Any, ...], Any] = {}
     for metric in receiver.metrics:
         for point in metric["points"] if metric["name"] == name else ():
@@ -62,43 +62,38 @@ def counted(receiver: OtlpReceiver, name: str, by: str = "") -> Counter[str]:
     return sums
 
 
-def test_by_default_a_caller_who_does_not_sample_exports_nothing_whatever_became_of_it(
-    receiver: OtlpReceiver, tmp_path: Path
-) -> None:
+def test_unsampled_caller_exports_nothing_by_default(receiver: OtlpReceiver, tmp_path: Path) -> None:
     plan = [(kind, flags) for kind in KINDS for flags in ("01", "00", None)]
-    replies = served(receiver, tmp_path / "log", plan)
-    found = kept(receiver)
+    replies = serve(receiver, tmp_path / "log", plan)
+    reasons_by_trace = keep_reasons(receiver)
     for (kind, flags), reply in zip(plan, replies):
         expected = REASONS[kind] if flags == "01" else None
-        assert found.pop(reply.trace_id, None) == expected, (kind, flags)
-    assert sorted(found.values()) == sorted(
+        assert reasons_by_trace.pop(reply.trace_id, None) == expected, (kind, flags)
+    assert sorted(reasons_by_trace.values()) == sorted(
         REASONS.values()
-    )  # those without a caller's word: the default samples
-    assert counted(receiver, "gen_ai.server.request.duration").total() == len(plan)
-    assert counted(receiver, "infer.request.kept", semconv.KEEP_REASON)["unsampled"] == len(KINDS)
+    )  # requests without a caller: the default sampler samples
+    assert count_by(receiver, "gen_ai.server.request.duration").total() == len(plan)
+    assert count_by(receiver, "infer.request.kept", semconv.KEEP_REASON)["unsampled"] == len(KINDS)
 
 
-def test_at_a_ratio_the_callers_word_goes_before_and_the_rest_is_by_trace_id(
-    receiver: OtlpReceiver, tmp_path: Path
-) -> None:
+def test_ratio_follows_the_caller_then_the_trace_id(receiver: OtlpReceiver, tmp_path: Path) -> None:
     plan = [(kind, flags) for kind in KINDS for flags in ("01", "00")]
     plan += [("ordinary", None)] * 60
-    replies = served(receiver, tmp_path / "log", plan, **RATIO)
-    found = kept(receiver)
+    replies = serve(receiver, tmp_path / "log", plan, **RATIO)
+    reasons_by_trace = keep_reasons(receiver)
     for (kind, flags), reply in zip(plan, replies):
         expected = {**REASONS, "ordinary": "sampled"}[kind] if flags == "01" else None
-        assert found.pop(reply.trace_id, None) == expected, (kind, flags)
-    assert all(int(trace_id[16:], 16) < 0.05 * 2**64 for trace_id in found)
-    assert set(found.values()) <= {"sampled"}
-    assert counted(receiver, "gen_ai.server.request.duration").total() == len(plan)
-    assert counted(receiver, "infer.request.kept", semconv.KEEP_REASON)["unsampled"] == len(plan) - 4 - len(
-        found
+        assert reasons_by_trace.pop(reply.trace_id, None) == expected, (kind, flags)
+    assert all(int(trace_id[16:], 16) < 0.05 * 2**64 for trace_id in reasons_by_trace)
+    assert set(reasons_by_trace.values()) <= {"sampled"}
+    assert count_by(receiver, "gen_ai.server.request.duration").total() == len(plan)
+    assert count_by(receiver, "infer.request.kept", semconv.KEEP_REASON)["unsampled"] == len(plan) - 4 - len(
+        reasons_by_trace
     )
 
 
-def test_at_ten_times_its_rate_the_budget_holds_and_what_failed_has_its_steps(
-    receiver: OtlpReceiver, tmp_path: Path
-) -> None:
+def test_budget_holds_at_ten_times_its_rate(receiver: OtlpReceiver, tmp_path: Path) -> None:
+    """A request that missed an objective still has all its steps."""
     budget = 80
     environ = {**receiver.environ, **SLO, "OTEL_INFER_STEP_BUDGET": str(budget), "TOY_STEP_S": "0.005"}
     with Toy(tmp_path / "log", environ, RUN) as toy:
@@ -112,20 +107,18 @@ def test_at_ten_times_its_rate_the_budget_holds_and_what_failed_has_its_steps(
     offered = 19 * len(replies) + 99
     assert offered > 10 * budget * lasted
     assert 0 < len(steps) <= budget * (10 + lasted)
-    assert kept(receiver)[slow.trace_id] == "slo"
+    assert keep_reasons(receiver)[slow.trace_id] == "slo"
     assert sum(span["trace_id"] == slow.trace_id for span in steps) == 99
-    left_out = counted(receiver, "infer.self.steps.dropped", semconv.KEEP_REASON)
-    assert left_out.total() == offered - len(steps)
-    reasons = counted(receiver, "infer.request.kept", semconv.KEEP_REASON)
-    assert reasons.total() == counted(receiver, "gen_ai.server.request.duration").total() == len(replies) + 1
+    dropped = count_by(receiver, "infer.self.steps.dropped", semconv.KEEP_REASON)
+    assert dropped.total() == offered - len(steps)
+    reasons = count_by(receiver, "infer.request.kept", semconv.KEEP_REASON)
+    assert reasons.total() == count_by(receiver, "gen_ai.server.request.duration").total() == len(replies) + 1
     assert reasons["none"] > 0 and reasons["budget"] > 0
 
 
-def test_every_exemplar_of_every_latency_leads_to_an_exported_span(
-    receiver: OtlpReceiver, tmp_path: Path
-) -> None:
+def test_every_exemplar_points_to_an_exported_span(receiver: OtlpReceiver, tmp_path: Path) -> None:
     plan = [(kind, flags) for kind in KINDS for flags in ("01", "00", None)] * 3
-    served(receiver, tmp_path / "log", plan)
+    serve(receiver, tmp_path / "log", plan)
     exported = {(span["trace_id"], span["span_id"]) for span in receiver.spans}
     exemplars = [
         (metric["name"], exemplar["trace_id"], exemplar["span_id"])

@@ -1,4 +1,4 @@
-"""What a server spends its start on, over a real socket, and the first request that leads there."""
+"""The start of a server over a real socket: its phases, and the link from the first request."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from tests.support.served import RUN, Server, chat, free_port, transformers_serv
 pytestmark = pytest.mark.real
 
 
-def start_of(receiver: OtlpReceiver) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The root of the only start, and what is in its trace besides."""
+def wait_for_start(receiver: OtlpReceiver) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Returns the root of the only start, and the other spans of its trace by start time."""
 
     def roots() -> list[dict[str, Any]]:
         return [span for span in receiver.spans if span["name"] == semconv.SPAN_SERVER_START]
@@ -30,21 +30,21 @@ def start_of(receiver: OtlpReceiver) -> tuple[dict[str, Any], list[dict[str, Any
     return root, sorted(below, key=lambda span: span["start"])
 
 
-def test_a_start_is_one_trace_and_the_first_request_leads_to_it(tiny_llama: Path, tmp_path: Path) -> None:
+def test_start_is_one_trace_linked_by_first_request(tiny_llama: Path, tmp_path: Path) -> None:
     with OtlpReceiver() as receiver:
         environ = {**receiver.environ, "OTEL_METRIC_EXPORT_INTERVAL": "500"}
         began = time.time_ns()
         with transformers_serve(tiny_llama, tmp_path / "log", environ, batching=True) as server:
             answered = time.time_ns()
-            root, phases = start_of(receiver)  # nobody has asked for anything yet
+            root, phases = wait_for_start(receiver)  # before any request
             first = chat(server.port, tiny_llama, tokens=4)
             second = chat(server.port, tiny_llama, tokens=4)
-            requests = [_request(receiver, answer.trace_id) for answer in (first, second)]
+            requests = [_wait_for_request(receiver, answer.trace_id) for answer in (first, second)]
             assert receiver.wait_for(lambda it: _startup_points(it) != {}, 15)
     assert [span["name"] for span in phases] == ["imports", "weights", "ready"]
     assert root["parent_span_id"] == "" and root["status"] == 0
     assert root["attributes"][semconv.READY_BY] == "lifespan"
-    # A process begins a little before it is our program, and its system says so to 10 ms.
+    # A process starts slightly before its program, and the kernel reports its start to 10 ms.
     assert began - 20_000_000 <= root["start"] < root["end"] <= answered
     for phase in phases:
         assert phase["parent_span_id"] == root["span_id"]
@@ -64,23 +64,21 @@ def test_a_start_is_one_trace_and_the_first_request_leads_to_it(tiny_llama: Path
     assert {span["resource"]["service.name"] for span in receiver.spans} == {"transformers"}
 
 
-def test_a_model_that_is_loaded_and_warmed_up_in_a_lifespan_is_inside_ready(
-    tiny_llama: Path, tmp_path: Path
-) -> None:
+def test_model_loading_in_lifespan_is_inside_ready(tiny_llama: Path, tmp_path: Path) -> None:
     program, port = tmp_path / "server.py", free_port()
     program.write_text(LIFESPAN)
     command = [*RUN, sys.executable, str(program), str(tiny_llama), str(port)]
     with OtlpReceiver() as receiver, Server(command, port, tmp_path / "log", receiver.environ):
-        root, phases = start_of(receiver)
-    named = {span["name"]: span for span in phases}
-    assert list(named) == ["imports", "ready", "weights", "compile"]
+        root, phases = wait_for_start(receiver)
+    by_name = {span["name"]: span for span in phases}
+    assert list(by_name) == ["imports", "ready", "weights", "compile"]
     assert root["attributes"][semconv.READY_BY] == "lifespan"
-    ready, weights, compiled = named["ready"], named["weights"], named["compile"]
+    ready, weights, compiled = by_name["ready"], by_name["weights"], by_name["compile"]
     assert ready["start"] <= weights["start"] and weights["end"] <= compiled["start"]
     assert compiled["end"] <= ready["end"] == root["end"]
 
 
-def test_an_application_that_cannot_start_is_a_start_that_failed(tiny_llama: Path, tmp_path: Path) -> None:
+def test_failing_application_is_a_failed_start(tiny_llama: Path, tmp_path: Path) -> None:
     program, port = tmp_path / "server.py", free_port()
     program.write_text(LIFESPAN)
     bare = tmp_path / "without-weights"
@@ -90,7 +88,7 @@ def test_an_application_that_cannot_start_is_a_start_that_failed(tiny_llama: Pat
     with OtlpReceiver() as receiver:
         with pytest.raises(RuntimeError, match="the server ended with 3"):
             Server(command, port, tmp_path / "log", receiver.environ).start()
-        root, phases = start_of(receiver)
+        root, phases = wait_for_start(receiver)
     assert root["status"] == 2
     assert (root["attributes"][semconv.FAILED_STAGE], root["attributes"][semconv.ERROR_TYPE]) == (
         "ready",
@@ -103,14 +101,14 @@ def test_an_application_that_cannot_start_is_a_start_that_failed(tiny_llama: Pat
     ]
 
 
-def test_a_server_that_is_killed_while_it_loads_has_a_start_that_failed(tmp_path: Path) -> None:
+def test_server_killed_while_loading_is_a_failed_start(tmp_path: Path) -> None:
     program = tmp_path / "server.py"
     program.write_text(LOADING)
     command = [*RUN, sys.executable, str(program)]
     with OtlpReceiver() as receiver:
         with pytest.raises(RuntimeError, match="the server ended with 137"):
             Server(command, free_port(), tmp_path / "log", receiver.environ).start()
-        root, phases = start_of(receiver)
+        root, phases = wait_for_start(receiver)
     assert root["status"] == 2
     assert root["attributes"][semconv.ERROR_TYPE] == "process_died"
     assert root["attributes"][semconv.FAILED_STAGE] == "weights"
@@ -140,7 +138,7 @@ from transformers import PreTrainedModel
 class Model(PreTrainedModel):
     pass
 
-class Name:  # whatever it is made of, loading begins with its name
+class Name:  # loading begins with the name of the model
     def __fspath__(self):
         os.kill(os.getpid(), signal.SIGKILL)
     __str__ = __fspath__
@@ -149,16 +147,16 @@ Model.from_pretrained(Name())
 """
 
 
-def _request(receiver: OtlpReceiver, trace_id: str) -> dict[str, Any]:
-    def found() -> list[dict[str, Any]]:
+def _wait_for_request(receiver: OtlpReceiver, trace_id: str) -> dict[str, Any]:
+    def spans() -> list[dict[str, Any]]:
         return [s for s in receiver.spans if s["trace_id"] == trace_id and s["name"] == "chat tiny-llama"]
 
-    assert receiver.wait_for(lambda it: bool(found()), 15), "the request has not arrived"
-    return found()[0]
+    assert receiver.wait_for(lambda it: bool(spans()), 15), "the request has not arrived"
+    return spans()[0]
 
 
 def _startup_points(receiver: OtlpReceiver) -> dict[str, Any]:
-    """The latest of each phase."""
+    """Returns the latest point of each phase."""
     return {
         point["attributes"][semconv.STARTUP_PHASE]: point
         for metric in receiver.metrics

@@ -1,8 +1,8 @@
-"""Time put into one stage from outside shows in that stage, and in no other.
+"""Time added to one stage appears in that stage, and in no other.
 
-Both requests of a pair are stalled, one for longer: a core that has rested computes more slowly for a while, which is no
-time that was put in. A shared machine adds milliseconds of its own, to a stage and to a sleep, so the median counts, of
-more pairs where it is restless, and what was slept is taken by the clock.
+Both requests of a pair are stalled, one for longer, because a core is slower for a while after an idle period. A shared
+machine adds milliseconds to stages and sleeps. The test therefore compares medians, runs more pairs if they vary, and
+measures each sleep by the clock.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ STALL_MS = 50
 SHORT_MS, LONG_MS = 25, 25 + STALL_MS
 TOLERANCE_MS = 5
 PAIRS = 5
-MOST_PAIRS = 40
+MAX_PAIRS = 40
 STAGES = ("ingress", "tokenize", "queue", "prefill", "decode", "detokenize", "egress")
 
 
@@ -63,13 +63,13 @@ def arm(server: Server, place: str, after: int = 0, milliseconds: int = STALL_MS
 
 
 def last_stall(server: Server) -> float:
-    """ms that the server slept when it was last armed, by its clock."""
+    """Returns the last sleep of the server in ms, by its clock."""
     with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/stalled", timeout=5) as answer:
         return float(json.load(answer)[-1])
 
 
 def spans_of(receiver: OtlpReceiver, answers: list[Answered]) -> dict[str, list[dict[str, Any]]]:
-    """The spans of each request by trace id, once all of them are there."""
+    """Returns the spans of each request by trace id, once all requests have arrived."""
     wanted = {answer.trace_id for answer in answers}
 
     def complete(received: OtlpReceiver) -> bool:
@@ -85,8 +85,8 @@ def spans_of(receiver: OtlpReceiver, answers: list[Answered]) -> dict[str, list[
     return by_trace
 
 
-def lengths(spans: list[dict[str, Any]]) -> dict[str, float]:
-    """ms of every stage; detokenize and egress (time in send) are attributes of postprocess."""
+def stage_durations(spans: list[dict[str, Any]]) -> dict[str, float]:
+    """Returns the ms of each stage. Detokenize and egress (time in send) are attributes of postprocess."""
     found = {span["name"]: (span["end"] - span["start"]) / 1e6 for span in spans if span["name"] in STAGES}
     last = next((span for span in spans if span["name"] == "postprocess"), None)
     assert last is not None, f"no postprocess among {[span['name'] for span in spans]}"
@@ -96,37 +96,37 @@ def lengths(spans: list[dict[str, Any]]) -> dict[str, float]:
     return found
 
 
-# Where a pass through the place lies: the third decode step, the third token, the third chunk.
-AFTER = {"decode": 2, "detokenize": 2, "egress": 2}
-# Turning tokens into text and sending them are parts of postprocess once the engine is done, and the tiny one soon is.
+# Passes before the stall: it hits the third decode step, token or chunk.
+PASSES = {"decode": 2, "detokenize": 2, "egress": 2}
+# Once the engine is done, detokenization and sending are part of postprocess; the tiny engine is done early.
 PART_OF = {"detokenize": "postprocess", "egress": "postprocess"}
 
 
 @pytest.mark.parametrize("place", STAGES)
-def test_time_put_into_one_stage_shows_in_that_stage_alone(
+def test_added_time_appears_only_in_its_stage(
     place: str, server: Server, receiver: OtlpReceiver, tiny_llama: Path
 ) -> None:
     differences: dict[str, list[float]] = {}
     deltas: dict[str, float] = {}
-    for _ in range(0, MOST_PAIRS, PAIRS):
+    for _ in range(0, MAX_PAIRS, PAIRS):
         for stage, values in differences_of_pairs(place, server, receiver, tiny_llama).items():
             differences.setdefault(stage, []).extend(values)
         deltas = {stage: statistics.median(values) for stage, values in differences.items()}
         others = {stage: delta for stage, delta in deltas.items() if stage not in (place, PART_OF.get(place))}
         if abs(deltas[place]) <= TOLERANCE_MS and all(delta < TOLERANCE_MS for delta in others.values()):
             return
-    pytest.fail(f"what {STALL_MS} ms more in {place} left unexplained in it, or moved elsewhere: {deltas}")
+    pytest.fail(f"{STALL_MS} ms added to {place} are missing there, or appear in another stage: {deltas}")
 
 
 def differences_of_pairs(
     place: str, server: Server, receiver: OtlpReceiver, model: Path
 ) -> dict[str, list[float]]:
-    """Per stage and pair, ms between the longer stall and the shorter; of `place` less what was slept longer."""
+    """Returns the difference of long and short stall in ms, by stage and pair; for `place`, minus the difference of the sleeps."""
     pairs, slept = [], []
     for _ in range(PAIRS):
         answers, stalls = {}, {}
         for stall in random.sample((SHORT_MS, LONG_MS), 2):
-            arm(server, place, AFTER.get(place, 0), stall)
+            arm(server, place, PASSES.get(place, 0), stall)
             answers[stall] = chat(server.port, model, tokens=8, words=24)
             stalls[stall] = last_stall(server)
         pairs.append((answers[SHORT_MS], answers[LONG_MS]))
@@ -134,14 +134,14 @@ def differences_of_pairs(
     trees = spans_of(receiver, [answer for pair in pairs for answer in pair])
     differences: dict[str, list[float]] = {}
     for (shorter, longer), longer_by in zip(pairs, slept, strict=True):
-        before, after = lengths(trees[shorter.trace_id]), lengths(trees[longer.trace_id])
+        before, after = stage_durations(trees[shorter.trace_id]), stage_durations(trees[longer.trace_id])
         for stage in before:
             difference = after[stage] - before[stage]
             differences.setdefault(stage, []).append(difference - longer_by if stage == place else difference)
     return differences
 
 
-def test_a_stalled_engine_step_shows_on_exactly_the_requests_that_were_in_it(
+def test_stalled_step_appears_only_in_its_requests(
     server: Server, receiver: OtlpReceiver, tiny_llama: Path
 ) -> None:
     answers: list[Answered] = []
@@ -178,7 +178,7 @@ def test_a_stalled_engine_step_shows_on_exactly_the_requests_that_were_in_it(
         assert stalled not in steps[trace]
 
 
-def test_decode_steps_equal_the_tokens_delivered_after_the_first(
+def test_decode_steps_equal_tokens_after_the_first(
     server: Server, receiver: OtlpReceiver, tiny_llama: Path
 ) -> None:
     answers = [chat(server.port, tiny_llama, tokens=tokens) for tokens in (1, 2, 3, 17)]

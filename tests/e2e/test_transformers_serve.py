@@ -1,4 +1,4 @@
-"""The main job: one request of a real server is one tree over a real socket, below its caller's span."""
+"""A request of a real server over a real socket is one span tree below its caller's span."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def batching(
         yield server
 
 
-def test_a_streamed_request_is_one_tree_below_its_callers_span(
+def test_streamed_request_is_one_tree_below_the_caller(
     batching: Server, receiver: OtlpReceiver, tiny_llama: Path
 ) -> None:
     answer = chat(batching.port, tiny_llama, tokens=8, words=20)
@@ -86,7 +86,7 @@ def test_a_streamed_request_is_one_tree_below_its_callers_span(
     )
     decode = next(span for span in spans if span["name"] == "decode")["attributes"]
     timed = decode.get("infer.device.method"), decode.get("infer.device.steps")
-    # Nothing is claimed of a device; before 5.9 nobody says when a step is launched.
+    # There is no device. Before 5.9 transformers has no hook for the launch of a step.
     assert timed == (("host", 7) if importlib.util.find_spec(RUNNER) else (None, None))
     assert not {"infer.device.bottleneck", "infer.device.clock_error"} & decode.keys()
     assert sum("gen_ai.usage.output_tokens" in span["attributes"] for span in spans) == 1
@@ -99,7 +99,7 @@ def test_a_streamed_request_is_one_tree_below_its_callers_span(
     }
 
 
-def test_an_answer_in_one_piece_has_the_same_tree_and_the_id_that_its_client_got(
+def test_unstreamed_answer_has_same_tree_and_response_id(
     batching: Server, receiver: OtlpReceiver, tiny_llama: Path
 ) -> None:
     answer = chat(batching.port, tiny_llama, tokens=8, stream=False)
@@ -110,7 +110,7 @@ def test_an_answer_in_one_piece_has_the_same_tree_and_the_id_that_its_client_got
     assert ids == [answer.body["id"]]
 
 
-def test_concurrent_requests_share_steps_and_keep_their_own_trees(
+def test_concurrent_requests_share_steps_in_separate_trees(
     batching: Server, receiver: OtlpReceiver, tiny_llama: Path
 ) -> None:
     answers: list[Any] = []
@@ -131,7 +131,7 @@ def test_concurrent_requests_share_steps_and_keep_their_own_trees(
     assert max(sizes) > 1
 
 
-def test_a_caller_who_does_not_sample_exports_nothing_and_is_counted(
+def test_unsampled_caller_exports_nothing_and_is_counted(
     batching: Server, receiver: OtlpReceiver, tiny_llama: Path
 ) -> None:
     answer = chat(batching.port, tiny_llama, flags="00")
@@ -144,7 +144,7 @@ def test_a_caller_who_does_not_sample_exports_nothing_and_is_counted(
     assert not [span for span in receiver.spans if span["trace_id"] == answer.trace_id]
 
 
-def test_metrics_have_the_names_units_and_attributes_of_the_table_and_exemplars_lead_to_spans(
+def test_metrics_match_semconv_and_exemplars_point_to_spans(
     batching: Server, receiver: OtlpReceiver, tiny_llama: Path
 ) -> None:
     answer = chat(batching.port, tiny_llama, tokens=8)
@@ -179,7 +179,7 @@ def test_metrics_have_the_names_units_and_attributes_of_the_table_and_exemplars_
     assert not any(lost.values()), lost
 
 
-def test_without_continuous_batching_generate_gives_the_same_stages(
+def test_generate_without_continuous_batching_has_same_stages(
     receiver: OtlpReceiver, tiny_llama: Path, tmp_path: Path
 ) -> None:
     with transformers_serve(tiny_llama, tmp_path / "log", receiver.environ, batching=False) as server:
@@ -199,18 +199,18 @@ def test_opentelemetry_instrument_gives_the_same_tree(
         answer = chat(server.port, tiny_llama, tokens=8)
         spans = trace(receiver, answer.trace_id)
     assert [span for span in spans if span["kind"] == 2], "no server span"
-    ours = [
+    own_lines = [
         line
         for line in tree(spans, answer.parent_id)
         if "http send" not in line and "http receive" not in line
     ]
-    assert [line.strip() for line in ours if line.strip() != "POST /v1/chat/completions"] == [
+    assert [line.strip() for line in own_lines if line.strip() != "POST /v1/chat/completions"] == [
         line.strip() for line in BATCHED[1:]
     ]
     assert len([span for span in spans if span["kind"] == 2]) == 1
 
 
-def test_the_first_trace_needs_no_more_than_the_command(tiny_llama: Path, tmp_path: Path) -> None:
+def test_first_trace_needs_only_the_command(tiny_llama: Path, tmp_path: Path) -> None:
     """`run --show`: a line per request on the terminal, nothing else configured."""
     environ = {"OTEL_TRACES_EXPORTER": "none", "OTEL_METRICS_EXPORTER": "none"}
     launcher = (*RUN[:-1], "--show", "--")

@@ -1,4 +1,4 @@
-"""Time on a real device: who launches is timed, on the stages and steps of its request."""
+"""Device time of stages and steps on a real device."""
 
 from __future__ import annotations
 
@@ -24,19 +24,21 @@ def recording() -> Iterator[Recording]:
     torch.cuda.init()
     recording = Recording()
     installed = [
-        one for one in registry.load_instrumentors() if one.name in ("transformers", "cuda", "torch")
+        instrumentor
+        for instrumentor in registry.load_instrumentors()
+        if instrumentor.name in ("transformers", "cuda", "torch")
     ]
-    for integration in installed:
-        integration.install()
+    for instrumentor in installed:
+        instrumentor.install()
     assert cuda_graphs.instrumentor.status.state == "active", cuda_graphs.instrumentor.status.drift
     yield recording
-    for integration in installed:
-        integration.remove()
+    for instrumentor in installed:
+        instrumentor.remove()
     recording.stop()
 
 
-def timed_from_now_on() -> None:
-    """The tender makes its events at the first begin."""
+def start_device_timing() -> None:
+    """Waits until the timing thread has created its CUDA events, which it does at the first `begin`."""
     timing.begin()
     deadline = time.monotonic() + 5
     while (
@@ -49,11 +51,12 @@ def timed_from_now_on() -> None:
     assert timing._thread.slot.timeline is not None
 
 
-def test_a_stage_is_timed_on_the_device_that_the_host_only_launches_for(recording: Recording) -> None:
-    timed_from_now_on()
+def test_a_launching_stage_has_the_device_time(recording: Recording) -> None:
+    """The host only launches the work, and does not wait for the device within the stage."""
+    start_device_timing()
     with otel_infer.request():
         with otel_infer.stage("embed", gpu=True):
-            torch.cuda._sleep(100_000_000)  # some 50 ms, of which the host sees nothing
+            torch.cuda._sleep(100_000_000)  # about 50 ms on the device only
         torch.cuda.synchronize()
     (record,) = recording.records()
     stage = record.find_stage("embed")
@@ -64,14 +67,12 @@ def test_a_stage_is_timed_on_the_device_that_the_host_only_launches_for(recordin
     assert dict(record.device_ns)["embed"] > 30_000_000
 
 
-def test_prefill_and_decode_of_generate_are_timed_step_by_step(
-    recording: Recording, tiny_llama: Path
-) -> None:
+def test_prefill_and_decode_of_generate_have_device_time(recording: Recording, tiny_llama: Path) -> None:
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    timed_from_now_on()
+    start_device_timing()
     model = transformers.AutoModelForCausalLM.from_pretrained(tiny_llama).to("cuda").eval()
     ids = torch.ones((1, 16), dtype=torch.long, device="cuda")
-    for _ in range(2):  # the first is cold
+    for _ in range(2):  # the first call is a warmup
         model.generate(ids, max_new_tokens=24, min_new_tokens=24, do_sample=False)
     record = recording.records()[-1]
     prefill, decode = record.find_stage("prefill"), record.find_stage("decode")
@@ -79,20 +80,20 @@ def test_prefill_and_decode_of_generate_are_timed_step_by_step(
     assert decode is not None
     assert prefill.attributes["infer.device.method"] == "event"
     assert decode.attributes["infer.device.method"] == "event"
-    # A tiny model's steps are short: some of them are marked.
+    # The steps of a tiny model are short, therefore only some of them are timed.
     assert 1 <= int(decode.attributes["infer.device.steps"]) <= 23
     length = (decode.ended_at - decode.started_at) / 1e9
-    each = float(decode.attributes["infer.device.duration"]) / int(decode.attributes["infer.device.steps"])
-    assert 0 < each <= 1.5 * length / 23
+    mean_step = float(decode.attributes["infer.device.duration"]) / int(
+        decode.attributes["infer.device.steps"]
+    )
+    assert 0 < mean_step <= 1.5 * length / 23
     assert decode.attributes["infer.device.bottleneck"] == "launch-bound"
 
 
-def test_a_model_that_keeps_the_device_busy_is_not_said_to_be_held_back_by_launching(
-    recording: Recording,
-) -> None:
+def test_a_busy_device_is_not_launch_bound(recording: Recording) -> None:
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    timed_from_now_on()
-    # One layer of 20 GB: some 7 ms to read for each token, and no more to launch than 1 ms, or 3 where the host has neighbours.
+    start_device_timing()
+    # One layer of 20 GB takes about 7 ms to read for each token. Its launch takes about 1 ms, or 3 ms on a shared host.
     wide = {"hidden_size": 12288, "intermediate_size": 262144, "num_attention_heads": 96}
     config = transformers.LlamaConfig(vocab_size=1024, num_hidden_layers=1, **wide)
     torch.set_default_dtype(torch.bfloat16)
@@ -102,7 +103,7 @@ def test_a_model_that_keeps_the_device_busy_is_not_said_to_be_held_back_by_launc
     finally:
         torch.set_default_dtype(torch.float32)
     ids = torch.ones((1, 16), dtype=torch.long, device="cuda")
-    for _ in range(2):  # the first is cold
+    for _ in range(2):  # the first call is a warmup
         model.generate(ids, max_new_tokens=24, min_new_tokens=24, do_sample=False)
     decode = recording.records()[-1].find_stage("decode")
     assert decode is not None
@@ -112,11 +113,9 @@ def test_a_model_that_keeps_the_device_busy_is_not_said_to_be_held_back_by_launc
     assert decode.attributes["infer.device.bottleneck"] in ("gpu-bound", "host-stalled")
 
 
-def test_steps_of_continuous_batching_are_timed_on_the_stream_of_their_own(
-    recording: Recording, tiny_llama: Path
-) -> None:
+def test_continuous_batching_is_timed_on_its_stream(recording: Recording, tiny_llama: Path) -> None:
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    timed_from_now_on()
+    start_device_timing()
     model = transformers.AutoModelForCausalLM.from_pretrained(tiny_llama, attn_implementation="sdpa")
     model = model.to("cuda", torch.bfloat16).eval()
     config = transformers.GenerationConfig(
@@ -128,9 +127,9 @@ def test_steps_of_continuous_batching_are_timed_on_the_stream_of_their_own(
         for load in range(2):
             for number in range(8):
                 manager.add_request([5, 6, 7, 8 + number], request_id=f"r{load}{number}", max_new_tokens=40)
-            found = [manager.get_result(timeout=60) for _ in range(8)]
-            assert all(one is not None for one in found)
-            time.sleep(1.2)  # the tender has been by
+            results = [manager.get_result(timeout=60) for _ in range(8)]
+            assert all(result is not None for result in results)
+            time.sleep(1.2)  # the timing thread has polled by then
     finally:
         manager.stop(block=True, timeout=30)
     records = [record for record in recording.records() if record.find_stage("decode") is not None]

@@ -1,4 +1,4 @@
-"""Captures and short memory on a real device."""
+"""Graph captures and allocator marks on a real device."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from otel_infer import _clock
 from otel_infer.gpu import memory
-from otel_infer.instrumentation.torch import cuda_graphs as ours
+from otel_infer.instrumentation.torch import cuda_graphs
 from otel_infer.tracing import request_span, start
 from tests.support.rings import Recording
 
@@ -24,22 +24,20 @@ MIB = 1 << 20
 def recording() -> Iterator[Recording]:
     torch.cuda.init()
     recording = Recording()
-    ours.instrumentor.install()
-    assert ours.instrumentor.status.state == "active", ours.instrumentor.status.drift
+    cuda_graphs.instrumentor.install()
+    assert cuda_graphs.instrumentor.status.state == "active", cuda_graphs.instrumentor.status.drift
     yield recording
-    ours.instrumentor.remove()
+    cuda_graphs.instrumentor.remove()
     recording.stop()
 
 
-def opened() -> request_span.RequestSpan:
+def open_request() -> request_span.RequestSpan:
     request = start.open_request("POST", owner="test")
     assert request is not None
     return request
 
 
-def test_a_graph_that_is_captured_holds_up_who_is_in_flight_and_its_replay_nobody(
-    recording: Recording,
-) -> None:
+def test_graph_captures_are_pauses_and_replays_are_not(recording: Recording) -> None:
     layer, data = torch.nn.Linear(64, 64).cuda(), torch.ones(8, 64, device="cuda")
     with torch.no_grad():
         side = torch.cuda.Stream()
@@ -47,48 +45,47 @@ def test_a_graph_that_is_captured_holds_up_who_is_in_flight_and_its_replay_nobod
         with torch.cuda.stream(side):
             layer(data)
         torch.cuda.current_stream().wait_stream(side)
-        request, graph = opened(), torch.cuda.CUDAGraph()
-        began = _clock.now()
+        request, graph = open_request(), torch.cuda.CUDAGraph()
+        capture_started_at = _clock.now()
         with torch.cuda.graph(graph):
             out = layer(data)
-        ended = _clock.now()
+        capture_ended_at = _clock.now()
         request.close()
-        request = opened()
+        request = open_request()
         graph.replay()
         request.close()
         torch.cuda.synchronize()
         assert torch.allclose(out, layer(data))
     first, second = recording.records()
-    ((since, until, cause),) = first.pauses
+    ((started_at, ended_at, cause),) = first.pauses
     assert cause == "capture"
-    assert began <= since < until <= ended
+    assert capture_started_at <= started_at < ended_at <= capture_ended_at
     assert second.pauses == ()
 
 
-def test_an_allocation_that_was_retried_and_one_that_failed_are_marks(
+def test_retried_and_failed_allocations_are_marks(
     recording: Recording, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(memory, "SAMPLE_INTERVAL_NS", 0)
-    opened().close()
+    open_request().close()
     recording.records()
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(0).total_memory
-    room = (
-        torch.cuda.memory_reserved() + 256 * MIB
-    )  # what others hold stays theirs: a cuBLAS workspace, graphs
-    torch.cuda.set_per_process_memory_fraction(room / total)
-    kept: list[Any] = []
+    # cuBLAS workspaces and graphs remain reserved, therefore the limit is relative to the reserved memory.
+    limit = torch.cuda.memory_reserved() + 256 * MIB
+    torch.cuda.set_per_process_memory_fraction(limit / total)
+    tensors: list[Any] = []
     try:
-        request = opened()
-        kept += [torch.empty(25 * MIB, dtype=torch.uint8, device="cuda") for _ in range(8)]
-        kept.clear()  # the allocator keeps 200 MiB, in pieces
-        kept.append(torch.empty(150 * MIB, dtype=torch.uint8, device="cuda"))
+        request = open_request()
+        tensors += [torch.empty(25 * MIB, dtype=torch.uint8, device="cuda") for _ in range(8)]
+        tensors.clear()  # the allocator keeps 200 MiB, in pieces
+        tensors.append(torch.empty(150 * MIB, dtype=torch.uint8, device="cuda"))
         with pytest.raises(torch.OutOfMemoryError):
             torch.empty(512 * MIB, dtype=torch.uint8, device="cuda")
         request.close()
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
-        kept.clear()
+        tensors.clear()
         torch.cuda.empty_cache()
     (record,) = recording.records()
     marks = {mark.name: mark.times for mark in record.marks}
@@ -96,14 +93,14 @@ def test_an_allocation_that_was_retried_and_one_that_failed_are_marks(
     assert marks["allocator_oom"] == 1
 
 
-def test_a_look_at_the_allocator_is_cheap_and_does_not_wait_for_the_device(recording: Recording) -> None:
-    watched = memory.AllocatorCounters(lambda *said: None, now=iter(range(0, 1 << 60, 1 << 40)).__next__)
+def test_reading_allocator_counters_does_not_synchronise(recording: Recording) -> None:
+    counters = memory.AllocatorCounters(lambda *event: None, now=iter(range(0, 1 << 60, 1 << 40)).__next__)
     torch.cuda._sleep(2_000_000_000)  # about a second of work in the queue
-    began = _clock.now()
+    started_at = _clock.now()
     for _ in range(100):
-        watched.record_increments()
-    taken = _clock.now() - began
+        counters.record_increments()
+    taken_ns = _clock.now() - started_at
     is_busy = not torch.cuda.current_stream().query()
     torch.cuda.synchronize()
-    print(f"{taken / 100 / 1000:.1f} us a look")
+    print(f"{taken_ns / 100 / 1000:.1f} us per read")
     assert is_busy

@@ -1,4 +1,4 @@
-"""What `python -m benchmarks.gpu_verify` found on this device, held against its gates. Minutes long: `-m gpu -k verified`."""
+"""The results of `python -m benchmarks.gpu_verify` on this device pass their gates. It takes minutes: `-m gpu -k verified`."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.timeout(600)
-def test_every_line_with_a_gate_is_verified(tmp_path: Path) -> None:
-    done = subprocess.run(
+def test_every_gate_passes(tmp_path: Path) -> None:
+    completed = subprocess.run(
         [sys.executable, "-m", "benchmarks.gpu_verify", "--out", str(tmp_path)], check=False
     )
-    assert done.returncode in (0, 1)
-    (found,) = tmp_path.glob("gpu-*.json")
-    failed = {line.claim: line.value for line in verdict.loaded(found) if line.verdict == verdict.FAIL}
+    assert completed.returncode in (0, 1)
+    (results,) = tmp_path.glob("gpu-*.json")
+    failed = {line.claim: line.value for line in verdict.loaded(results) if line.verdict == verdict.FAIL}
     assert failed == {}

@@ -1,4 +1,4 @@
-"""What of ours binds to which release of a library: read from their sources, and the page that says so."""
+"""Checks which hooks bind to which release of a library, from its sources, and the docs page that lists them."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ def library(request: pytest.FixtureRequest) -> Library:
 
 @pytest.fixture(scope="module")
 def sources(library: Library, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Read]:
-    """By release: all where a folder for them is named, else the oldest and the newest that are claimed."""
+    """Returns sources by release: all releases if a folder is set, else the oldest and the newest supported."""
     named = os.environ.get(releases.FOLDER)
     folder = Path(named) if named else tmp_path_factory.mktemp("releases")
     wanted = library.releases if named else (library.releases[0], library.releases[-1])
     found = releases.sources(library, folder, wanted)
     if not found:
-        pytest.skip("no index of packages to be reached, and nothing in " + releases.FOLDER)
+        pytest.skip("no package index reachable, and no files in " + releases.FOLDER)
     return found
 
 
-def test_every_release_that_is_claimed_binds(
+def test_every_supported_release_binds(
     library: Library, sources: dict[str, Read], capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = releases.matrix(library, sources)
@@ -50,7 +50,7 @@ def test_every_release_that_is_claimed_binds(
     assert drifts == []
 
 
-def test_what_hooks_read_of_its_objects_is_in_every_release(
+def test_object_attributes_read_by_hooks_exist_in_every_release(
     library: Library, sources: dict[str, Read]
 ) -> None:
     lacking = {release: releases.relies(library, read) for release, read in sources.items()}
@@ -58,17 +58,19 @@ def test_what_hooks_read_of_its_objects_is_in_every_release(
 
 
 def test_every_hook_binds_to_some_release(library: Library) -> None:
-    said = releases.binding(library.page.read_text(encoding="utf-8"))
-    bound = set().union(*said.values())
+    documented = releases.binding(library.page.read_text(encoding="utf-8"))
+    bound = set().union(*documented.values())
     assert [hook.target for hook in library.hooks if library.short(hook.target) not in bound] == []
 
 
-def test_the_page_says_what_is_so(library: Library, sources: dict[str, Read]) -> None:
+def test_the_docs_page_matches_the_sources(library: Library, sources: dict[str, Read]) -> None:
     page = library.page.read_text(encoding="utf-8")
-    said = releases.binding(page)
-    assert tuple(said) == library.releases
+    documented = releases.binding(page)
+    assert tuple(documented) == library.releases
     found = releases.matrix(library, sources)
     for release, marks in found.items():
-        assert said[release] == {library.short(target) for target, mark in marks.items() if mark == BINDS}
+        assert documented[release] == {
+            library.short(target) for target, mark in marks.items() if mark == BINDS
+        }
     if tuple(found) == library.releases:
         assert releases.tables(library, found).strip() == releases.written(page)[1].strip()

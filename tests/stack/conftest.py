@@ -1,4 +1,4 @@
-"""One stack for all tests."""
+"""The stack that all tests of this folder share."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.stack.running import VLLM, Stack, compiler, running
+from tests.stack.running import VLLM, Stack, find_compiler, run_stack
 from tests.stack.tools import tool
 
 LOAD_S = 75
@@ -16,12 +16,12 @@ LOAD_S = 75
 
 @pytest.fixture(scope="session")
 def stack(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    """After a minute and a quarter of load, which goes on while tests look."""
+    """Yields the stack after `LOAD_S` seconds of load. The load continues during the tests."""
     tool("prometheus")
     if not VLLM.exists():
-        pytest.skip("no vLLM here: make .venv-vllm/.dev")
-    if compiler() is None:
-        pytest.skip("there is no C compiler")
-    with running(tmp_path_factory.mktemp("stack"), tiny_llama) as made:
+        pytest.skip("vLLM is not installed: run make .venv-vllm/.dev")
+    if find_compiler() is None:
+        pytest.skip("no C compiler is installed")
+    with run_stack(tmp_path_factory.mktemp("stack"), tiny_llama) as stack:
         time.sleep(LOAD_S)
-        yield made
+        yield stack

@@ -1,4 +1,4 @@
-"""The server of `benchmarks.complaint_server` on a stand-in of a GPU: what it says of the device is asked by our own code.
+"""The server of `benchmarks.complaint_server` on a fake GPU, which otel_infer's own code reads.
 
 otel-infer run -- python tests/stack/loop_server.py PORT '{"max_batch": 8, …}'
 """
@@ -25,7 +25,7 @@ LAUNCH_NS = 400_000
 
 
 class Cuda(ModuleType):
-    """What we ask of `torch.cuda`: memory that comes and goes, and now and then is short."""
+    """The part of `torch.cuda` that otel_infer reads: memory that varies, with retries and OOMs at times."""
 
     def is_initialized(self) -> bool:
         return True
@@ -37,14 +37,14 @@ class Cuda(ModuleType):
         return 0
 
     def memory_stats_as_nested_dict(self, device: int) -> dict[str, Any]:
-        short = int(time.time() / 10)
+        retries = int(time.time() / 10)
         used = {"allocated_bytes": 30, "reserved_bytes": 60, "active_bytes": 32, "inactive_split_bytes": 2}
         wave = time.time() % 10
         return {
             **{kind: {"all": {"current": int((gb + wave) * 1e9)}} for kind, gb in used.items()},
             "reserved_bytes_by_private_pools": {(0, 1): {"all": {"current": int((2 + wave / 10) * 1e9)}}},
-            "num_alloc_retries": short,
-            "num_ooms": short // 3,
+            "num_alloc_retries": retries,
+            "num_ooms": retries // 3,
         }
 
     def host_memory_stats_as_nested_dict(self) -> dict[str, Any]:
@@ -58,7 +58,7 @@ class Cuda(ModuleType):
 
 
 class OnDevice(complaint_server.Engine):
-    """Launches a step, and waits for it."""
+    """An engine that launches a step on the fake device and waits for it."""
 
     def __init__(self, faults: complaint_server.Faults) -> None:
         super().__init__(faults)
@@ -73,7 +73,7 @@ class OnDevice(complaint_server.Engine):
 
 if __name__ == "__main__":
     sys.modules["torch.cuda"] = torch.cuda = Cuda("torch.cuda")  # type: ignore[assignment]
-    timing._find_device = lambda: DEVICE  # the seam that finds CUDA's current device
+    timing._find_device = lambda: DEVICE  # replaces the lookup of CUDA's current device
     complaint_server.Engine = OnDevice  # type: ignore[misc]
     app = complaint_server.App(complaint_server.Faults(**json.loads(sys.argv[2])))
     uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[1]), log_level="error", lifespan="off")

@@ -1,4 +1,4 @@
-"""A real Prometheus and a real Alertmanager on ports of their own, and somebody whom alerts are sent to."""
+"""A real Prometheus, a real Alertmanager and a webhook that receives alerts, each on a free port."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.support.served import free_port
 
 
 class Running:
-    """A program that answers at `/-/ready`."""
+    """A program with a readiness endpoint at `/-/ready`."""
 
     def __init__(self, command: Sequence[str], port: int, log: Path) -> None:
         self.url = f"http://127.0.0.1:{port}"
@@ -46,7 +46,7 @@ class Running:
 
 
 class Prometheus(Running):
-    """Scrapes these ports, by job; rules are files. `every`: so often, and for so long at most."""
+    """A Prometheus that scrapes a port per job. `rules` are files; `every` is the scrape interval."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class Prometheus(Running):
         alertmanager: str = "",
         every: str = "1s",
     ) -> None:
-        self._every = every
+        self._scrape_interval = every
         self._file = folder / "prometheus.yml"
         self._rules, self._alertmanager = [str(rule) for rule in rules], alertmanager
         self._configure(targets)
@@ -65,50 +65,51 @@ class Prometheus(Running):
         options += ["--enable-feature=exemplar-storage", "--web.enable-lifecycle"]
         address = f"--web.listen-address=127.0.0.1:{port}"
         super().__init__([tool("prometheus"), *options, address], port, folder / "prometheus.log")
-        self.ask = PrometheusClient(self.url)
+        self.client = PrometheusClient(self.url)
 
     def _configure(self, targets: Mapping[str, int]) -> None:
         jobs = [
             {"job_name": job, "static_configs": [{"targets": [f"127.0.0.1:{port}"]}]}
             for job, port in targets.items()
         ]
-        said: dict[str, Any] = {
-            "global": {"scrape_interval": self._every, "evaluation_interval": "1s"},
+        config: dict[str, Any] = {
+            "global": {"scrape_interval": self._scrape_interval, "evaluation_interval": "1s"},
             "scrape_configs": jobs,
             "rule_files": self._rules,
             "storage": {"exemplars": {"max_exemplars": 100_000}},
         }
         if self._alertmanager:
-            there = [{"static_configs": [{"targets": [self._alertmanager.removeprefix("http://")]}]}]
-            said["alerting"] = {"alertmanagers": there}
-        self._file.write_text(yaml.safe_dump(said))
+            managers = [{"static_configs": [{"targets": [self._alertmanager.removeprefix("http://")]}]}]
+            config["alerting"] = {"alertmanagers": managers}
+        self._file.write_text(yaml.safe_dump(config))
 
     def value(self, expr: str, **labels: str) -> float:
-        """Of the only sample with these labels; 0 where there is none, or no number."""
-        found = [
-            float(one["value"][1])
-            for one in self.ask.get("query", query=expr)["result"]
-            if labels.items() <= one["metric"].items()
+        """Returns the value of the only sample with these labels. 0 without a sample, or for NaN."""
+        values = [
+            float(sample["value"][1])
+            for sample in self.client.get("query", query=expr)["result"]
+            if labels.items() <= sample["metric"].items()
         ]
-        (value,) = found or [0.0]
+        (value,) = values or [0.0]
         return 0.0 if math.isnan(value) else value
 
-    def course(self, expr: str, seconds: float, step: float = 1.0) -> list[list[float]]:
-        """The values of each series, oldest first."""
+    def query_range(self, expr: str, seconds: float, step: float = 1.0) -> list[list[float]]:
+        """Returns the values of each series in the last seconds, oldest first."""
         now = time.time()
-        found = self.ask.get(
+        response = self.client.get(
             "query_range", query=expr, start=f"{now - seconds}", end=f"{now}", step=f"{step}"
         )
-        return [[float(value) for _, value in series["values"]] for series in found["result"]]
+        return [[float(value) for _, value in series["values"]] for series in response["result"]]
 
     def alerts(self) -> dict[str, str]:
-        """State by name: of several of a name (two windows, several series) the furthest."""
-        found = [(one["labels"]["alertname"], one["state"]) for one in self.ask.get("alerts")["alerts"]]
-        return dict(sorted(found, reverse=True))  # pending before firing
+        """Returns each alert's state by name. Firing takes precedence over pending (two windows, several series)."""
+        alerts = self.client.get("alerts")["alerts"]
+        states = [(alert["labels"]["alertname"], alert["state"]) for alert in alerts]
+        return dict(sorted(states, reverse=True))  # pending before firing
 
 
 class Alertmanager(Running):
-    """Sends every alert to one address, at once."""
+    """An Alertmanager that sends every alert to a webhook without delay."""
 
     def __init__(self, folder: Path, hook: str) -> None:
         receiver = {"name": "hook", "webhook_configs": [{"url": hook, "send_resolved": True}]}
@@ -125,42 +126,46 @@ class Alertmanager(Running):
         super().__init__([tool("alertmanager"), *options, address], port, folder / "alertmanager.log")
 
 
-class Hook:
-    """Whom alerts are sent to: what came, in order."""
+class Webhook:
+    """A webhook that keeps the received alerts in order."""
 
     def __init__(self) -> None:
         self.alerts: list[dict[str, Any]] = []
-        hook = self
+        webhook = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
-                said = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                hook.alerts += said["alerts"]
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                webhook.alerts += body["alerts"]
                 self.send_response(200)
                 self.end_headers()
 
             def log_message(self, *_: object) -> None:
-                """Silent."""
+                """Logs nothing."""
 
         self._server = HTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self._server.server_port}/"
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
 
-    def told(self, name: str, status: str) -> list[dict[str, Any]]:
-        """What it was told of this alert."""
-        return [one for one in self.alerts if (one["labels"]["alertname"], one["status"]) == (name, status)]
+    def find_alerts(self, name: str, status: str) -> list[dict[str, Any]]:
+        """Returns the notifications of an alert with this status."""
+        return [
+            alert
+            for alert in self.alerts
+            if (alert["labels"]["alertname"], alert["status"]) == (name, status)
+        ]
 
     def close(self) -> None:
         self._server.shutdown()
         self._server.server_close()
 
 
-def until(holds: Callable[[], Any], seconds: float, every: float = 0.2) -> bool:
-    """Whether it holds within so long."""
+def until(condition: Callable[[], Any], seconds: float, every: float = 0.2) -> bool:
+    """Returns whether a condition becomes true within `seconds`."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         with contextlib.suppress(urllib.error.URLError):
-            if holds():
+            if condition():
                 return True
         time.sleep(every)
     return False

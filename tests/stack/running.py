@@ -1,6 +1,6 @@
-"""The stack: real servers under load, scraped by a real Prometheus.
+"""The stack: real servers under load, which a real Prometheus scrapes.
 
-python -m tests.stack.running FOLDER         runs it until it is interrupted or told to end, and says where Prometheus is
+python -m tests.stack.running FOLDER         runs it until SIGINT or SIGTERM, and prints the URL of Prometheus
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from otel_infer.cli.alerts import rules_to_yaml
 from otel_infer.monitoring.alerts import burn_rate_rules, slo_spec
-from tests.stack.load import Load, chats, loop
+from tests.stack.load import Load, chat_client, loop_client
 from tests.stack.processes import Prometheus
 from tests.support.otlp_receiver import OtlpReceiver
 from tests.support.served import RUN, Server, free_port, transformers_serve
@@ -34,19 +34,19 @@ LOOP = {
     "gc_every_ms": 2000, "gc_objects": 60_000,
 }  # fmt: skip
 SLO = "ttft=250ms,itl=75ms,e2e=3s"
-AHEAD = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}'
+SPECULATION = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}'
 
 
 class Stack(NamedTuple):
-    """What is running. `receiver`: where the spans went."""
+    """The running stack. `receiver` receives the spans."""
 
     prometheus: Prometheus
     receiver: OtlpReceiver
     ports: dict[str, int]
 
 
-def scraped(receiver: OtlpReceiver, **more: str) -> tuple[int, dict[str, str]]:
-    """A port to scrape, and the environment of a server that sends its spans."""
+def make_environ(receiver: OtlpReceiver, **more: str) -> tuple[int, dict[str, str]]:
+    """Returns a port to scrape, and the environment of a server that exports spans to the receiver."""
     port = free_port()
     environ = {**receiver.environ, "OTEL_METRICS_EXPORTER": "none", "OTEL_INFER_METRICS_PORT": str(port)}
     return port, {
@@ -59,42 +59,42 @@ def scraped(receiver: OtlpReceiver, **more: str) -> tuple[int, dict[str, str]]:
 
 
 def loop_server(log: Path, environ: dict[str, str], **faults: float) -> Server:
-    """The hand-written loop, on a stand-in of a GPU."""
+    """Returns a server of the hand-written loop on a fake GPU."""
     port = free_port()
     server = [sys.executable, str(ROOT / "tests" / "stack" / "loop_server.py"), str(port), json.dumps(faults)]
     return Server([*RUN, *server], port, log, environ, "/")
 
 
 def vllm_server(model: Path, log: Path, environ: dict[str, str]) -> Server:
-    """A real vLLM on the CPU, in its own environment, with few KV blocks."""
+    """Returns a real vLLM on the CPU, in its own virtual environment, with few KV blocks."""
     port = free_port()
-    asked = [*command(model, port), *"--num-gpu-blocks-override 24 --block-size 32".split()]
-    launched = [str(VLLM) if part == sys.executable else part for part in (*RUN, *asked)]
-    return Server([*launched, "--speculative-config", AHEAD], port, log, {**ENVIRON, **environ})
+    arguments = [*command(model, port), *"--num-gpu-blocks-override 24 --block-size 32".split()]
+    launched = [str(VLLM) if part == sys.executable else part for part in (*RUN, *arguments)]
+    return Server([*launched, "--speculative-config", SPECULATION], port, log, {**ENVIRON, **environ})
 
 
-def compiler() -> str | None:
-    """Of C, if there is one."""
+def find_compiler() -> str | None:
+    """Returns the path of a C compiler, or None."""
     return shutil.which("cc") or shutil.which("gcc")
 
 
-def nvml(folder: Path) -> dict[str, str]:
-    """The environment in which NVML is a stub of two GPUs."""
+def build_nvml_stub(folder: Path) -> dict[str, str]:
+    """Returns the environment in which NVML is a stub with two GPUs."""
     subprocess.run(
-        [compiler() or "cc", "-shared", "-fPIC", "-o", folder / "libnvidia-ml.so.1", STUB], check=True
+        [find_compiler() or "cc", "-shared", "-fPIC", "-o", folder / "libnvidia-ml.so.1", STUB], check=True
     )
     return {"LD_LIBRARY_PATH": str(folder), "NVML_STUB_MOVES": "1"}
 
 
 @contextmanager
-def running(folder: Path, model: Path) -> Iterator[Stack]:
-    """All of it, under load."""
-    with OtlpReceiver() as receiver, ExitStack() as ending:
+def run_stack(folder: Path, model: Path) -> Iterator[Stack]:
+    """Runs all servers under load."""
+    with OtlpReceiver() as receiver, ExitStack() as exit_stack:
         off = {"OTEL_INFER_GPU_METRICS": "off"}
         targets: dict[str, int] = {}
         environs: dict[str, dict[str, str]] = {}
-        for name, more in (("loop", nvml(folder)), ("transformers", off), ("vllm", off)):
-            targets[name], environs[name] = scraped(receiver, **more)
+        for name, more in (("loop", build_nvml_stub(folder)), ("transformers", off), ("vllm", off)):
+            targets[name], environs[name] = make_environ(receiver, **more)
         logs = {name: folder / f"{name}.log" for name in targets}
         servers = {
             "vllm": vllm_server(model, logs["vllm"], environs["vllm"]),
@@ -104,37 +104,37 @@ def running(folder: Path, model: Path) -> Iterator[Stack]:
             ),
         }
         for server in servers.values():
-            ending.callback(lambda one=server: one.process and one.stop())
+            exit_stack.callback(lambda started=server: started.process and started.stop())
             server.start(READY_S)
-        written = folder / "rules.yml"
-        written.write_text(
+        rules = folder / "rules.yml"
+        rules.write_text(
             rules_to_yaml(
                 burn_rate_rules.build_rule_groups(
                     slo_spec.DEFAULT_SPEC._replace(windows=slo_spec.DEMO_WINDOWS, minimum=5)
                 )
             )
         )
-        prometheus = Prometheus(folder, targets, [written], every="5s")
-        ending.callback(prometheus.stop)
+        prometheus = Prometheus(folder, targets, [rules], every="5s")
+        exit_stack.callback(prometheus.stop)
         ports = {name: server.port for name, server in servers.items()}
         for load in (
-            Load(loop(ports["loop"]), 14, 0.4),
-            Load(chats(ports["transformers"], str(model)), 2, 0.3),
-            Load(chats(ports["vllm"], MODEL), 5, 0.5),
+            Load(loop_client(ports["loop"]), 14, 0.4),
+            Load(chat_client(ports["transformers"], str(model)), 2, 0.3),
+            Load(chat_client(ports["vllm"], MODEL), 5, 0.5),
         ):
-            ending.callback(load.stop)
+            exit_stack.callback(load.stop)
         yield Stack(prometheus, receiver, ports)
 
 
 if __name__ == "__main__":
     from tests.support.tiny import make_model
 
-    there = Path(sys.argv[1])
-    there.mkdir(parents=True, exist_ok=True)
+    folder = Path(sys.argv[1])
+    folder.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    with running(there, make_model(there / "model")) as stack:
+    with run_stack(folder, make_model(folder / "model")) as stack:
         print(stack.prometheus.url, flush=True)
         try:
             time.sleep(86_400)
         except KeyboardInterrupt:
-            print("ending")
+            print("stopping")

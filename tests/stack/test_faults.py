@@ -1,4 +1,4 @@
-"""Three faults, each in a server of its own: each moves its panel, and nothing moves in one that is well."""
+"""Three faults, each in its own server, raise their panels. A healthy server's panels do not rise."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ import pytest
 
 from otel_infer.monitoring import dashboards
 from otel_infer.monitoring.dashboards.dashboard import resolve_variables
-from tests.stack.load import Load, loop
+from tests.stack.load import Load, loop_client
 from tests.stack.processes import Prometheus, until
-from tests.stack.running import loop_server, scraped
+from tests.stack.running import loop_server, make_environ
 from tests.stack.tools import tool
 from tests.support.otlp_receiver import OtlpReceiver
 
 pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(240)]
 
 LOAD_S, WINDOW = 30, "25s"
-WELL: dict[str, float] = {"max_batch": 16, "base_ms": 6, "longest_prompt": 101}
+HEALTHY: dict[str, float] = {"max_batch": 16, "base_ms": 6, "longest_prompt": 101}
 SERVERS: dict[str, dict[str, float]] = {
-    "well": {},
+    "healthy": {},
     "queue": {"max_batch": 2},
     "kv": {"kv_blocks": 16, "preempted_ms": 50},
     "gc": {"gc_every_ms": 400, "gc_objects": 400_000},
 }
-"""Each is well but for what its name says."""
+"""Each server is healthy except for the fault in its name."""
 TIMES = 5
-"""As much as where nothing is wrong; and more than with any other fault."""
+"""The factor by which a fault raises its panel above the healthy server's."""
 
 
 class Panel(NamedTuple):
-    """Where a fault is seen: dashboard, panel, legend and labels of the line."""
+    """The panel that shows a fault: dashboard, title, legend and labels of the line."""
 
     file: str
     title: str
@@ -45,7 +45,9 @@ class Panel(NamedTuple):
 PANELS = {
     "queue": Panel("anatomy.json", "Queue: quantiles", "p95", {}),
     "kv": Panel("memory.json", "Preemptions per request", "preemptions", {}),
-    "gc": Panel("decode.json", "What held them up", "{{infer_latency_cause}}", {"infer_latency_cause": "gc"}),
+    "gc": Panel(
+        "decode.json", "Decode delay by cause", "{{infer_latency_cause}}", {"infer_latency_cause": "gc"}
+    ),
 }
 
 
@@ -55,27 +57,27 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]
     folder: Path = tmp_path_factory.mktemp("faults")
     with OtlpReceiver() as receiver, ExitStack() as running:
         targets: dict[str, int] = {}
-        loads = []
+        clients = []
         for name, fault in SERVERS.items():
-            targets[name], environ = scraped(receiver, OTEL_INFER_GPU_METRICS="off")
-            server = loop_server(folder / f"{name}.log", environ, **{**WELL, **fault})
-            running.callback(lambda one=server: one.process and one.stop())
+            targets[name], environ = make_environ(receiver, OTEL_INFER_GPU_METRICS="off")
+            server = loop_server(folder / f"{name}.log", environ, **{**HEALTHY, **fault})
+            running.callback(lambda started=server: started.process and started.stop())
             server.start()
-            loads.append(loop(server.port))
-        made = Prometheus(folder, targets)
-        running.callback(made.stop)
-        for load in loads:
-            running.callback(Load(load, 6, 0.3).stop)
+            clients.append(loop_client(server.port))
+        prometheus = Prometheus(folder, targets)
+        running.callback(prometheus.stop)
+        for client in clients:
+            running.callback(Load(client, 6, 0.3).stop)
         time.sleep(LOAD_S)
-        yield made
+        yield prometheus
 
 
-def seen(prometheus: Prometheus, panel: Panel) -> dict[str, float]:
-    """By server: what its panel shows."""
+def read_panel(prometheus: Prometheus, panel: Panel) -> dict[str, float]:
+    """Returns the panel's value for each server."""
     (expr,) = [
         target["expr"]
-        for one in dashboards.build_dashboards()[panel.file]["panels"]
-        for target in (one.get("targets", ()) if one["title"] == panel.title else ())
+        for drawn in dashboards.build_dashboards()[panel.file]["panels"]
+        for target in (drawn.get("targets", ()) if drawn["title"] == panel.title else ())
         if target["legendFormat"] == panel.legend
     ]
     return {
@@ -84,10 +86,10 @@ def seen(prometheus: Prometheus, panel: Panel) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("fault", PANELS)
-def test_a_fault_moves_its_panel_and_no_other_server_does(prometheus: Prometheus, fault: str) -> None:
-    def moved() -> bool:
-        values = seen(prometheus, PANELS[fault])
-        return values[fault] > TIMES * values["well"] and values[fault] == max(values.values())
+def test_a_fault_raises_its_panel_above_other_servers(prometheus: Prometheus, fault: str) -> None:
+    def is_raised() -> bool:
+        values = read_panel(prometheus, PANELS[fault])
+        return values[fault] > TIMES * values["healthy"] and values[fault] == max(values.values())
 
-    # Where much runs at once it takes longer until all servers have been scraped often enough.
-    assert until(moved, 60, 3), seen(prometheus, PANELS[fault])
+    # A busy machine needs longer until all servers have been scraped often enough.
+    assert until(is_raised, 60, 3), read_panel(prometheus, PANELS[fault])

@@ -1,4 +1,4 @@
-"""What has arrived at an OTLP receiver, request by request."""
+"""What an OTLP receiver has received, request by request."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.support.otlp_receiver import OtlpReceiver
 
 
 def requests_of(receiver: OtlpReceiver) -> dict[str, list[dict[str, Any]]]:
-    """The request spans by trace id."""
+    """Returns the request spans by trace id."""
     found: dict[str, list[dict[str, Any]]] = {}
     for span in receiver.spans:
         if span["kind"] == 1 and semconv.OPERATION_NAME in span["attributes"]:
@@ -20,7 +20,7 @@ def requests_of(receiver: OtlpReceiver) -> dict[str, list[dict[str, Any]]]:
 
 
 def arrived(receiver: OtlpReceiver, *traces: str, timeout: float = 15.0) -> list[dict[str, Any]]:
-    """The one request span of each of these traces, once they are all there."""
+    """Waits for the request spans of these traces; returns the single span of each."""
     assert receiver.wait_for(lambda it: set(traces) <= set(requests_of(it)), timeout), (
         f"{len(set(traces) - set(requests_of(receiver)))} of {len(traces)} requests have not arrived"
     )
@@ -34,7 +34,7 @@ def assert_nothing_came_twice(receiver: OtlpReceiver) -> None:
 
 
 def counted(receiver: OtlpReceiver) -> int:
-    """How many requests the metrics have counted: the last word of each series, all series together."""
+    """Returns how many requests the metrics have counted: the last value of each series, summed."""
     last: dict[Any, int] = {}
     for metric in receiver.metrics:
         if metric["name"] == semconv.REQUEST_DURATION.name:
@@ -45,9 +45,9 @@ def counted(receiver: OtlpReceiver) -> int:
 
 
 def lost(receiver: OtlpReceiver) -> dict[str, float]:
-    """Losses by reason, as last told."""
-    told: dict[str, float] = {}
+    """Returns the losses by reason, as last exported."""
+    losses: dict[str, float] = {}
     for metric in receiver.metrics:
         if metric["name"] == semconv.SELF_LOST.name:
-            told = {point["attributes"][semconv.LOSS_REASON]: point["value"] for point in metric["points"]}
-    return told
+            losses = {point["attributes"][semconv.LOSS_REASON]: point["value"] for point in metric["points"]}
+    return losses

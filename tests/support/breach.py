@@ -1,6 +1,6 @@
-"""A breach as it happens: a real engine serves for a minute, stands still, and its sidecar writes a tape by itself.
+"""A breach of an objective: a real engine serves for a minute, stops, and its sidecar writes a tape.
 
-Everything that people send is marked, so that it can be searched for on the tape and in whatever is made of it.
+All text sent is marked, so that tests can search for it on the tape and in everything made from it.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ STREAMS = 8
 STREAM_TOKENS = 150
 ORDINARY_TOKENS = 6
 PAUSE_S = 0.6
-"""Between two ordinary requests."""
+"""Seconds between two ordinary requests."""
 
 
 class Breach(NamedTuple):
-    """The tape, and what was sent: trace ids by what became of them, and the words that nobody may find again."""
+    """The tape, the trace ids of ordinary and of frozen requests, and the marked words that must not be on the tape."""
 
     tape: Path
     ordinary: list[str]
@@ -40,7 +40,7 @@ class Breach(NamedTuple):
 
 
 class _Client:
-    """Sends marked requests; a stream counts its lines as they come."""
+    """Sends marked requests; a stream counts its lines as they arrive."""
 
     def __init__(self, port: int, model: Path) -> None:
         self._port, self._model = port, str(model)
@@ -48,7 +48,7 @@ class _Client:
         self.canaries = {kind: f"canary{kind}{secrets.token_hex(6)}" for kind in kinds}
 
     def chat(self, tokens: int, lines: list[float] | None = None, **more: object) -> tuple[str, int]:
-        """One streamed completion: its trace id and status; when each line came (s) is appended to `lines`."""
+        """Sends one streamed completion; returns trace id and status. Arrival times (s) go to `lines`."""
         trace_id = secrets.token_hex(16)
         words = self.canaries
         body = {
@@ -75,12 +75,12 @@ class _Client:
         return trace_id, response.status
 
     def refused(self) -> int:
-        """A request whose error tells what was sent; its status."""
+        """Sends a request whose error repeats what was sent; returns its status."""
         return self.chat(1, messages=self.canaries["error"])[1]
 
 
 def breached(folder: Path, model: Path, ordinary_s: float) -> Breach:
-    """Ordinary load for so long, then a standstill of all that is in flight, which misses `OBJECTIVES`."""
+    """Runs ordinary load for `ordinary_s`, then a standstill of all requests in flight, which misses `OBJECTIVES`."""
     tapes = folder / "tapes"
     environ = {"OTEL_INFER_SLO": OBJECTIVES, "OTEL_INFER_DUMP_ON_SLO": str(tapes)}
     with transformers_serve(model, folder / "server.log", environ, batching=True) as server:
@@ -97,7 +97,7 @@ def breached(folder: Path, model: Path, ordinary_s: float) -> Breach:
 
 
 def _frozen(client: _Client, server: Server) -> list[str]:
-    """Streams that are in flight when the server is stopped for a while; those that felt it."""
+    """Runs streams across a standstill of the server; returns the trace ids of the delayed ones."""
     seen: list[list[float]] = [[] for _ in range(STREAMS)]
     ids: dict[int, str] = {}
 
@@ -115,8 +115,10 @@ def _frozen(client: _Client, server: Server) -> list[str]:
         time.sleep(STANDSTILL_S)
     for reader in readers:
         reader.join(60)
-    felt = 0.9 * STANDSTILL_S
-    return [ids[i] for i, at in enumerate(seen) if max(b - a for a, b in itertools.pairwise(at)) > felt]
+    longest_gap = 0.9 * STANDSTILL_S
+    return [
+        ids[i] for i, at in enumerate(seen) if max(b - a for a, b in itertools.pairwise(at)) > longest_gap
+    ]
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""A real Chromium for tests of pages: without a window, without a network of its own accord, a profile for each page."""
+"""A real Chromium for tests of pages: headless, without network traffic of its own, with a profile for each page."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 NAMES = ("chromium", "chromium-headless-shell", "chromium-browser", "google-chrome", "chrome")
 CHROMIUM = next(filter(None, map(shutil.which, NAMES)), None)
-WHY_NONE = "no chromium on this machine (Debian: make browser)"
+WHY_NONE = "no Chromium on this machine (Debian: make browser)"
 QUIET = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
     "--disable-background-networking", "--disable-component-update", "--disable-default-apps",
@@ -21,14 +21,14 @@ QUIET = (
 
 
 def required() -> str:
-    """Where Chromium is; the test is skipped where there is none."""
+    """Returns the path of Chromium; skips the test where there is none."""
     if CHROMIUM is None:
         pytest.skip(WHY_NONE)
     return CHROMIUM
 
 
 def without_a_network() -> tuple[str, ...]:
-    """What a command is begun with to run where there is no network at all; nothing where that is not ours to do."""
+    """Returns the prefix that runs a command without any network; empty where that is not permitted."""
     alone = ("unshare", "--net")
     allowed = (
         shutil.which("unshare") and subprocess.run([*alone, "true"], capture_output=True).returncode == 0
@@ -37,7 +37,7 @@ def without_a_network() -> tuple[str, ...]:
 
 
 def dumped(url: str, folder: Path, launcher: tuple[str, ...] = ()) -> tuple[str, set[str]]:
-    """The page after its scripts ran, and the addresses that it asked for; what the browser asks by itself has no origin."""
+    """Returns the page after its scripts ran, and the addresses it requested. The browser's own requests have no origin."""
     log = folder / "net.json"
     command = [*launcher, required(), *QUIET, f"--user-data-dir={folder / 'profile'}", f"--log-net-log={log}"]
     ran = subprocess.run([*command, "--dump-dom", url], capture_output=True, timeout=100, check=True)
@@ -47,6 +47,6 @@ def dumped(url: str, folder: Path, launcher: tuple[str, ...] = ()) -> tuple[str,
 
 
 def pictured(url: str, out: Path, folder: Path, height: int) -> None:
-    """A picture of the top of a page, 1200 wide."""
+    """Writes a picture of the top of a page, 1200 pixels wide."""
     where = (f"--user-data-dir={folder / 'profile'}", f"--window-size=1200,{height}", f"--screenshot={out}")
     subprocess.run([required(), *QUIET, *where, url], check=True, capture_output=True, timeout=100)

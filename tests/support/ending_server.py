@@ -1,14 +1,14 @@
-"""`transformers serve` whose stages can be held or made to fail, told over HTTP; knows nothing of otel_infer.
+"""`transformers serve` whose stages can be held or made to fail over HTTP; independent of otel_infer.
 
-    GET /arm/decode/hold/2      the third pass through this place waits until it is released; `fail`: raises
-    GET /held/decode            whether one waits there
+    GET /arm/decode/hold/2      the third pass through this place waits until it is released; `fail` raises instead
+    GET /held/decode            whether a request waits there
     GET /release/decode
     GET /computed/ID            whether the engine is done with this request
-    GET /stop/ID                the client's own stop: the engine forgets the request, and its stream ends well
-    GET /revive                 a new engine in place of one that died
+    GET /stop/ID                a stop by the client: the engine drops the request, and its stream ends normally
+    GET /revive                 creates a new engine after the old one died
 
-A request says in headers of its own what else is to become of it: `x-deadline`, s until the server gives it up, and
-`x-pad`, bytes that each piece of its answer is longer, so that a client that does not read holds up whoever sends.
+A request sets further behaviour by headers. `x-deadline`: seconds until the server cancels it. `x-pad`: extra bytes per
+piece of its response, so that a client that does not read blocks the sender.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from typing import Any
 
 ENDING = b'"finish_reason":"'
 streams: dict[str, tuple[Any, Any, asyncio.AbstractEventLoop]] = {}
-"""By request id: who generates it, its streamer and that one's loop."""
+"""By request id: the manager that generates, its streamer, and that streamer's event loop."""
 states: list[Any] = []
-"""Of the server: what knows the engine."""
+"""The server's generation states, which hold the engine."""
 
 
 class Place:
-    """Somewhere in the engine where a request can be held, or fails."""
+    """A place in the engine where a request can be held or made to fail."""
 
     def __init__(self) -> None:
         self.deed, self.left = "", 0
@@ -45,7 +45,7 @@ class Place:
         self.open.set()
 
     def due(self) -> str:
-        """What is to be done now."""
+        """Returns the action that is due now."""
         if not self.deed or self.left:
             self.left = max(self.left - 1, 0)
             return ""
@@ -65,7 +65,7 @@ places = {name: Place() for name in ("queue", "prefill", "decode", "text", "egre
 
 
 def passing(owner: Any, name: str, place: Callable[..., str]) -> None:
-    """Whoever calls `owner.name` passes the place that its arguments say, if any."""
+    """Makes every call of `owner.name` pass the place that `place` returns for its arguments, if any."""
     original = getattr(owner, name)
 
     @functools.wraps(original)
@@ -105,14 +105,14 @@ def _failing_at_the_end(*args: Any, finish_reason: str | None = None, **_: Any) 
 
 
 def is_known(request_id: str) -> bool:
-    """Whether the engine has it, or is about to."""
+    """Returns whether the engine has the request or is about to."""
     manager = streams[request_id][0]
     waits = not (manager._cb.input_queue.empty() and manager._cb.cancel_queue.empty())
     return waits or request_id in {**manager.scheduler.active_requests, **manager.scheduler.waiting_requests}
 
 
 class Fate:
-    """An application whose requests have a deadline, and answers that are longer than they need to be."""
+    """An application with request deadlines and padded responses."""
 
     def __init__(self, app: Any) -> None:
         self.app = app
@@ -135,7 +135,7 @@ class Fate:
         deadline = headers.get(b"x-deadline")
         try:
             await asyncio.wait_for(self.app(scope, receive, padded), float(deadline) if deadline else None)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             if begun:
                 raise
             from starlette.responses import JSONResponse

@@ -1,7 +1,7 @@
-"""A device without a device: streams in order, a clock of its own with drift and tick, float32 milliseconds, captures, failures.
+"""A fake device: ordered streams, a clock with drift and resolution, float32 milliseconds, captures, failures.
 
-The host's clock is virtual too, and moves by what each call costs. What a test says of it, `benchmarks/gpu_verify.py` says of a
-real one; `tests/gpu` checks the one against the other's recordings.
+The host's clock is virtual and advances by the cost of each call. `benchmarks/gpu_verify.py` runs the same checks on a real
+device; `tests/gpu` compares the fake with recordings of a real one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ NEVER = 1 << 62
 
 
 class FakeEvent:
-    """`at`: host instant at which the device reaches it; `said`: what its own clock says then."""
+    """`at`: host instant at which the device reaches it. `said`: the device clock at that instant."""
 
     def __init__(self, device: FakeDevice) -> None:
         self._device = device
@@ -39,7 +39,7 @@ class FakeEvent:
         return self.at is None or self.at <= self._device.now()
 
     def elapsed_time(self, end: FakeEvent) -> float:
-        """ms, as float32."""
+        """Returns ms, as float32."""
         device = self._device
         device.asked("elapsed")
         for event in (self, end):
@@ -50,7 +50,7 @@ class FakeEvent:
         return float(struct.unpack("f", struct.pack("f", milliseconds))[0])
 
     def synchronize(self) -> None:
-        raise AssertionError("somebody waits for the device")
+        raise AssertionError("the host waits for the device")
 
     def _check(self) -> None:
         if self.in_graph:
@@ -58,7 +58,7 @@ class FakeEvent:
 
 
 class FakeStream:
-    """What is launched on it runs in order. `free_at`: when all of it is done."""
+    """Work launched on it runs in order. `free_at`: when all of it is done."""
 
     def __init__(self) -> None:
         self.free_at = 0
@@ -68,12 +68,14 @@ class FakeStream:
         return self.free_at
 
     def synchronize(self) -> None:
-        raise AssertionError("somebody waits for the device")
+        raise AssertionError("the host waits for the device")
 
 
 class FakeDevice:
-    """`drift_ppm`: how much faster its clock runs than the host's; `call_ns`: what a call costs the host; `launch_ns`: from a
-    call to the device; `mark_ns`: what an event costs the device itself."""
+    """`drift_ppm`: how much faster its clock runs than the host's. `call_ns`: host time of a call.
+
+    `launch_ns`: time from a call to the device. `mark_ns`: device time of an event.
+    """
 
     kind, index = "fake", 0
 
@@ -102,11 +104,11 @@ class FakeDevice:
         self._time += ns
 
     def wait_for(self, stream: FakeStream) -> None:
-        """What an engine does to have its tokens."""
+        """Waits for a stream, as an engine does for its tokens."""
         self._time = max(self._time, stream.free_at) + self.call_ns
 
     def launch(self, length_ns: int, stream: FakeStream | None = None) -> tuple[int, int]:
-        """Work of the application's: when it begins and ends, host ns."""
+        """Launches work of the application; returns its begin and end, host ns."""
         self._time += self.call_ns
         stream = stream or self.main
         begins = stream.reached(self._time + self.launch_ns)
@@ -122,14 +124,14 @@ class FakeDevice:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     def asked(self, name: str) -> None:
-        """A question that breaks a capture."""
+        """Makes a query, which breaks a capture."""
         self.called(name)
         if self.in_capture:
             self.was_broken = True
             raise RuntimeError("operation not permitted when stream is capturing")
 
     def told(self, at: int) -> int:
-        """The device's own clock at this instant of the host's."""
+        """Returns the device clock at this host instant."""
         return int(self._offset + at * (1 + self.drift)) // self.tick_ns * self.tick_ns
 
     def create_event(self) -> FakeEvent:
@@ -163,7 +165,7 @@ class FakeDevice:
 
 
 class OnHostClock(FakeDevice):
-    """Time passes by itself: its host is this one."""
+    """A fake device on the real host clock, which advances by itself."""
 
     @property
     def _time(self) -> int:
@@ -171,4 +173,4 @@ class OnHostClock(FakeDevice):
 
     @_time.setter
     def _time(self, to: int) -> None:
-        """Nobody moves this clock."""
+        """Ignores writes: the real clock cannot be set."""

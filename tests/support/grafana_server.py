@@ -1,16 +1,16 @@
-"""A server on loopback that answers as Grafana's HTTP API does, as strictly, for tests without a Grafana.
+"""A strict stand-in for Grafana's HTTP API on loopback, for tests without a Grafana.
 
 with GrafanaServer(token="glsa_x") as grafana:
     ...
     assert [("POST", "/api/folders")] == grafana.writes
 
-Where each shape is from:
+Source of each shape:
 - health, frontend settings, folders, datasources, dashboards by uid: grafana.com/docs, "HTTP API", pages `other`, `folder`,
   `data_source`, `dashboard` of v9.4 to v13.3 (`api-legacy` there).
-- what is refused, with which words and status: grafana/grafana, `pkg/services/dashboards/errors.go`,
+- refusals, their texts and status: grafana/grafana, `pkg/services/dashboards/errors.go`,
   `pkg/api/apierrors/{dashboard,folder}.go`, `pkg/api/dashboard.go` (v10 and v12 for 412 and 406, the one with
   `saveDashboardViaK8s` of v13 for 409 and the refusal of v2 JSON), `pkg/services/dashboards/database/database.go` (versions).
-- 403 for what is not there: grafana/grafana#109608, and `acimpl/accesscontrol.go` (wildcard scopes are looked at first).
+- 403 for missing objects: grafana/grafana#109608, and `acimpl/accesscontrol.go` (wildcard scopes are looked at first).
 - permissions of a token: grafana/grafana#57538.
 - 401: `pkg/services/authn/clients` as answered by 13.0; 403: `pkg/services/accesscontrol/middleware.go`.
 - rule groups: docs page `alerting_provisioning` v12.4, `pkg/services/ngalert/api/{api_provisioning,compat}.go`,
@@ -51,14 +51,14 @@ class Answer(NamedTuple):
 
 
 class Refusal(Exception):
-    """What Grafana answers in place of doing it."""
+    """An error response of Grafana."""
 
     def __init__(self, code: int, message: str, /, **more: Any) -> None:
         self.answer = Answer(code, {"message": message, **more})
 
 
 class GrafanaServer:
-    """`token`: a service account's, or `user:password`. `permissions`: all, unless some are taken away."""
+    """`token`: a service account's, or `user:password`. `permissions`: all, except those removed."""
 
     def __init__(self, token: str = "glsa_stand_in", version: str = "12.4.1", prefix: str = "") -> None:
         self.token, self.version, self.prefix = token, version, prefix
@@ -71,11 +71,11 @@ class GrafanaServer:
         ]
         self.denied: set[str] = set()
         self.is_admin = True
-        """Whether the token is an administrator's: everybody else is told 403 of a folder that is not there."""
+        """Whether the token is an administrator's; other tokens get 403 for a missing folder."""
         self.provenance = "api"
         self.requests: list[tuple[str, str]] = []
         self.instead: Callable[[str, str], Answer | None] = lambda verb, path: None
-        """What is answered in place of Grafana, or nothing. Called before each request."""
+        """Returns a response in place of Grafana's, or None. Called before each request."""
 
     @property
     def writes(self) -> list[tuple[str, str]]:
@@ -96,17 +96,17 @@ class GrafanaServer:
         self._server.server_close()
 
     def put_dashboard(self, board: Json, folder: str = "", **meta: Any) -> None:
-        """As somebody else would, in Grafana's pages."""
+        """Saves a dashboard, as another user would in Grafana's pages."""
         version = self.dashboards.get(board["uid"], {"dashboard": {"version": 0}})["dashboard"]["version"] + 1
         self.dashboards[board["uid"]] = {
             "dashboard": {**json.loads(json.dumps(board)), "id": 7, "version": version},
             "meta": {"folderUid": folder, "provisioned": False, "version": version, "canSave": True, **meta},
         }
 
-    # ── what a request is answered with ──────────────────────────────────────────────────────────────────────────
+    # ── responses ────────────────────────────────────────────────────────────────────────────────────────────────
 
     def answer(self, verb: str, path: str, headers: Json, body: bytes) -> Answer:
-        """Never raises."""
+        """Returns the response; never raises."""
         self.requests.append((verb, path))
         instead = self.instead(verb, path)
         if instead is not None:
@@ -145,7 +145,7 @@ class GrafanaServer:
             raise _denial(permission)
 
     def _absent(self, permission: str, refusal: Refusal) -> Refusal:
-        """Scopes that are no wildcards are resolved by looking the thing up."""
+        """Returns 403 or 404: Grafana looks an object up before it checks scopes without a wildcard."""
         return refusal if self.is_admin else _denial(permission)
 
     def _permissions(self) -> Answer:
@@ -288,7 +288,7 @@ ROUTES: tuple[tuple[str, str, str, Callable[..., Answer]], ...] = (
 
 
 def datasource(kind: str, uid: str, name: str = "", is_default: bool = False) -> Json:
-    """As `GET /api/datasources` lists it."""
+    """Returns a datasource as `GET /api/datasources` lists it."""
     return {
         "id": 1,
         "orgId": 1,
@@ -317,7 +317,7 @@ def _check_uid(uid: str) -> None:
 
 
 def _bound(headers: Json, body: bytes) -> Json:
-    """What was posted. Grafana takes no JSON that is not called so."""
+    """Returns the posted JSON. Grafana accepts JSON only with its content type."""
     try:
         posted = json.loads(body)
     except ValueError:
@@ -345,7 +345,7 @@ def _check_rule(rule: Json) -> None:
 
 
 def _stored_rule(rule: Json, folder: str, group: str) -> Json:
-    """As it is read again: durations written anew, defaults added to each query."""
+    """Returns a rule as it is read back: durations rewritten, defaults added to each query."""
     _check_rule(rule)
     data = [
         {
@@ -371,7 +371,7 @@ def _stored_rule(rule: Json, folder: str, group: str) -> Json:
 
 
 def _duration(text: str) -> str:
-    """As Prometheus' `model.Duration` writes it."""
+    """Returns a duration as Prometheus' `model.Duration` writes it."""
     units = {"d": 86400, "h": 3600, "m": 60, "s": 1}
     left = sum(int(count) * units[unit] for count, unit in re.findall(r"(\d+)([dhms])", text))
     written = ""
@@ -383,7 +383,7 @@ def _duration(text: str) -> str:
 
 class _Server(ThreadingHTTPServer):
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Whoever hangs up is no news."""
+        """Ignores a client that disconnected."""
         if not isinstance(sys.exc_info()[1], OSError):
             super().handle_error(request, client_address)
 
@@ -408,7 +408,7 @@ def _handler(grafana: GrafanaServer) -> type[BaseHTTPRequestHandler]:
             self.wfile.write(content)
 
         def log_message(self, *_: object) -> None:
-            """Silent."""
+            """Logs nothing."""
 
     for verb in ("POST", "PUT", "DELETE", "PATCH"):
         setattr(Handler, f"do_{verb}", Handler.do_GET)
@@ -416,7 +416,7 @@ def _handler(grafana: GrafanaServer) -> type[BaseHTTPRequestHandler]:
 
 
 def late(seconds: float) -> Callable[[str, str], None]:
-    """For `instead`: every answer comes late."""
+    """Returns a value for `instead` that delays every response."""
 
     def wait(verb: str, path: str) -> None:
         time.sleep(seconds)

@@ -1,4 +1,4 @@
-"""OTLP requests as plain dicts, for tests: ids in hex, attributes decoded, each item with its resource and scope."""
+"""OTLP requests as plain dicts: ids in hex, attributes decoded, each item with its resource and scope."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as trace_se
 
 
 def decoded(signal: str, raw: bytes) -> list[dict[str, Any]]:
-    """The spans or metrics of a request; raises google.protobuf's DecodeError."""
+    """Returns the spans or metrics of a request; raises google.protobuf's DecodeError."""
     if signal == "traces":
         return list(_spans(trace_service.ExportTraceServiceRequest.FromString(raw)))
     return list(_metrics(metrics_service.ExportMetricsServiceRequest.FromString(raw)))
 
 
 def response(signal: str, rejected: int, message: str) -> bytes:
-    """What a receiver says that accepted all but `rejected` spans or data points."""
+    """Returns the response of a receiver that accepted all but `rejected` spans or data points."""
     answer: Any
     if signal == "traces":
         answer = trace_service.ExportTraceServiceResponse()
-        told = {"rejected_spans": rejected, "error_message": message}
+        fields = {"rejected_spans": rejected, "error_message": message}
     else:
         answer = metrics_service.ExportMetricsServiceResponse()
-        told = {"rejected_data_points": rejected, "error_message": message}
-    for name, value in told.items():
+        fields = {"rejected_data_points": rejected, "error_message": message}
+    for name, value in fields.items():
         if value:
             setattr(answer.partial_success, name, value)
     encoded: bytes = answer.SerializeToString()
@@ -46,7 +46,7 @@ def _attributes(key_values: Any) -> dict[str, Any]:
 
 
 def _scoped(resources: Any, scopes: str) -> Iterator[tuple[dict[str, Any], Any]]:
-    """(where it comes from, the message of the scope) for each scope of each resource."""
+    """Yields (resource and scope, the scope's message) for each scope of each resource."""
     for of_resource in resources:
         for of_scope in getattr(of_resource, scopes):
             scope = {
@@ -109,7 +109,7 @@ def _metrics(request: Any) -> Iterator[dict[str, Any]]:
 
 
 def _point(point: Any) -> dict[str, Any]:
-    """The fields that a point has, under their protobuf names; a number stands under `value`, an instant in unix ns."""
+    """Returns the fields set on a point under their protobuf names; a number as `value`, an instant in unix ns."""
     fields = {field.name for field in point.DESCRIPTOR.fields}
     named = {
         name: getattr(point, name) for name in fields - {"attributes", "exemplars", "as_int", "as_double"}

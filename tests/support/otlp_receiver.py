@@ -1,4 +1,4 @@
-"""A real OTLP receiver on loopback, for tests: what a collector would have been told, and what it answered.
+"""A real OTLP receiver on loopback for tests: what a collector would receive, and its responses.
 
 with OtlpReceiver("grpc") as receiver:
     receiver.answer(status(503, retry_after=0), then=ok())
@@ -44,8 +44,10 @@ _SIGNALS = {
 
 
 class Answer(NamedTuple):
-    """What a request is answered with. `delay`, `retry_after`: s. `code`: HTTP, translated for gRPC. `body`: instead of
-    the response that belongs to it. `location`: where a redirect leads; a page is there."""
+    """The response to a request. `delay`, `retry_after`: s. `code`: HTTP, translated for gRPC.
+
+    `body` replaces the standard response. `location`: target of a redirect, which serves a page.
+    """
 
     code: int = 200
     delay: float = 0.0
@@ -61,12 +63,12 @@ def ok() -> Answer:
 
 
 def slow(seconds: float) -> Answer:
-    """Accepts, but late: the sender may have given up by then."""
+    """Accepts after `seconds`; the sender may have timed out by then."""
     return Answer(delay=seconds)
 
 
 def status(code: int, retry_after: float | None = None) -> Answer:
-    """Refuses with this HTTP status, or the gRPC status that stands for it."""
+    """Refuses with this HTTP status, or the matching gRPC status."""
     return Answer(code, retry_after=retry_after)
 
 
@@ -76,7 +78,7 @@ def partial_success(rejected: int, message: str = "") -> Answer:
 
 
 class Received(NamedTuple):
-    """One request. `raw_bytes`: uncompressed. `wire_bytes`: as sent; 0 over gRPC, which does not tell."""
+    """One request. `raw_bytes`: uncompressed. `wire_bytes`: as sent; 0 over gRPC, where it is unknown."""
 
     signal: str
     headers: dict[str, str]
@@ -86,7 +88,7 @@ class Received(NamedTuple):
 
 
 class OtlpReceiver:
-    """Listens for one protocol on a free port of loopback until closed; takes traces and metrics."""
+    """Listens for one protocol on a free loopback port until closed; takes traces and metrics."""
 
     def __init__(self, protocol: str = HTTP) -> None:
         self.protocol = protocol
@@ -102,48 +104,48 @@ class OtlpReceiver:
 
     @property
     def endpoint(self) -> str:
-        """For OTEL_EXPORTER_OTLP_ENDPOINT."""
+        """Returns the value for OTEL_EXPORTER_OTLP_ENDPOINT."""
         return f"http://127.0.0.1:{self.port}"
 
     @property
     def environ(self) -> dict[str, str]:
-        """What a child process needs in its environment to export here."""
+        """Returns the environment with which a child process exports here."""
         return {"OTEL_EXPORTER_OTLP_ENDPOINT": self.endpoint, "OTEL_EXPORTER_OTLP_PROTOCOL": self.protocol}
 
     @property
     def spans(self) -> list[dict[str, Any]]:
-        """All spans accepted: ids in hex, `start` and `end` in unix ns, with their `resource` and `scope`."""
+        """Returns all accepted spans: ids in hex, `start` and `end` in unix ns, with `resource` and `scope`."""
         with self._changed:
             return list(self._spans)
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """All metrics accepted, export by export, with their `points`, `resource` and `scope`."""
+        """Returns all accepted metrics, export by export, with their `points`, `resource` and `scope`."""
         with self._changed:
             return list(self._metrics)
 
     @property
     def requests(self) -> list[Received]:
-        """Every request that could be read, accepted or not."""
+        """Returns every readable request, accepted or not."""
         with self._changed:
             return list(self._requests)
 
     def answer(self, *answers: Answer, then: Answer | None = None) -> None:
-        """Answers the next requests with `answers`, all others with `then` (the last of `answers` if not given)."""
+        """Answers the next requests with `answers`, all others with `then` (default: the last of `answers`)."""
         with self._changed:
             self._first, self._answer = list(answers), then or answers[-1]
 
     def wait_for(self, predicate: Callable[[OtlpReceiver], object], timeout: float = 10.0) -> bool:
-        """Whether `predicate(self)` came true within `timeout` s; asked again at each request."""
+        """Returns whether `predicate(self)` became true within `timeout` s; checked at each request."""
         with self._changed:
             return self._changed.wait_for(lambda: bool(predicate(self)), timeout)
 
     def listen(self) -> None:
-        """Takes connections (again), on the port it had."""
+        """Accepts connections (again), on the same port."""
         self._stop = _serve_grpc(self) if self.protocol == GRPC else _serve_http(self)
 
     def refuse(self) -> None:
-        """Cuts all connections and refuses new ones, until `listen`."""
+        """Closes all connections and refuses new ones, until `listen`."""
         if self._stop is not None:
             self._stop()
             self._stop = None
@@ -161,7 +163,7 @@ class OtlpReceiver:
     def take(
         self, signal: str, headers: Mapping[str, str], raw: bytes, wire_bytes: int
     ) -> tuple[Answer, bytes]:
-        """Notes one request; returns what to answer, and the answer's body."""
+        """Stores one request; returns the answer, and its body."""
         with self._changed:
             answer = self._first.pop(0) if self._first else self._answer
         self._closed.wait(answer.delay)
@@ -210,7 +212,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Silent."""
+        """Logs nothing."""
 
 
 class _HttpServer(ThreadingHTTPServer):
@@ -227,7 +229,7 @@ class _HttpServer(ThreadingHTTPServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A sender that gave up is no error of the test."""
+        """Ignores a sender that disconnected."""
 
 
 def _uncompressed(wire: bytes, encoding: str) -> bytes:
@@ -269,7 +271,7 @@ def _serve_grpc(receiver: OtlpReceiver) -> Callable[[], None]:
             info = RetryInfo(retry_delay=delay).SerializeToString()
             context.set_trailing_metadata((("google.rpc.retryinfo-bin", info),))
         if answer.code != 200:
-            context.abort(_CODES.get(answer.code, grpc.StatusCode.UNKNOWN), "as the test asked")
+            context.abort(_CODES.get(answer.code, grpc.StatusCode.UNKNOWN), "set by the test")
         return body
 
     # Without SO_REUSEPORT two receivers never share a port.

@@ -1,4 +1,4 @@
-"""A page as a parser sees it: its elements, what they say, whether it is whole, and what it would load."""
+"""An HTML page as a parser sees it: its elements, their text, whether it is complete, and what it would load."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ VOID = {"meta", "link", "br", "img", "input", "hr"}
 
 
 class Page(HTMLParser):
-    """Reads a page; fails where an element is closed that is not open."""
+    """Parses a page; fails where a closed element was not open."""
 
     def __init__(self, text: str) -> None:
         super().__init__(convert_charrefs=True)
@@ -19,11 +19,11 @@ class Page(HTMLParser):
         self._open: list[tuple[str, dict[str, str]]] = []
         self.feed(text)
         self.close()
-        assert not self._open, f"left open: {self._open}"
+        assert not self._open, f"elements left open: {self._open}"
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         attributes = {name: value or "" for name, value in attrs}
-        assert len(attributes) == len(attrs), f"an attribute twice on {tag}"
+        assert len(attributes) == len(attrs), f"duplicate attribute on {tag}"
         self.elements.append((tag, attributes))
         if tag not in VOID:
             self._open.append((tag, attributes))
@@ -40,22 +40,22 @@ class Page(HTMLParser):
         self.said.append((places, data))
 
     def text(self, place: str = "html") -> str:
-        """What is said inside an element of this id or tag, scripts and styles apart."""
+        """Returns the text inside the element with this id or tag, without scripts and styles."""
         parts = [t for places, t in self.said if place in places and not {"script", "style"} & {*places[-1:]}]
         return " ".join(" ".join(parts).split())
 
     def all(self, tag: str, **wanted: str) -> list[dict[str, str]]:
-        """The attributes of each element of a tag, with these values; `class_` for class."""
+        """Returns the attributes of each element of a tag with these values; `class_` for class."""
         pairs = {name.rstrip("_"): value for name, value in wanted.items()}
         return [a for t, a in self.elements if t == tag and all(a.get(k) == v for k, v in pairs.items())]
 
     def data(self, place: str) -> Any:
-        """The JSON inside the element of this id."""
+        """Returns the JSON inside the element with this id."""
         (text,) = (t for places, t in self.said if place in places and places[-1] == "script")
         return json.loads(text)
 
     def whole(self) -> None:
-        """Ids are of one element each, links inside the page lead somewhere, and nothing would be loaded."""
+        """Checks that ids are unique, internal links have a target, and nothing would be loaded."""
         ids = [attributes["id"] for _, attributes in self.elements if "id" in attributes]
         assert len(ids) == len(set(ids))
         for tag, attributes in self.elements:

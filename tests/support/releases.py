@@ -1,8 +1,8 @@
-"""Releases of a library as they are published: read without importing, to see what of ours would bind to them.
+"""Published releases of a library, read without importing them, to check which hooks bind.
 
-    python -m tests.support.releases LIBRARY FOLDER      downloads what is missing there, writes docs/engines/LIBRARY.md
+    python -m tests.support.releases LIBRARY FOLDER      downloads missing releases, writes docs/engines/LIBRARY.md
 
-What is downloaded is kept in the folder that OTEL_INFER_TEST_RELEASES names.
+Downloads are kept in the folder set by OTEL_INFER_TEST_RELEASES.
 """
 
 from __future__ import annotations
@@ -30,18 +30,19 @@ FOLDER = "OTEL_INFER_TEST_RELEASES"
 BEGIN, END = "<!-- from here on written by tests/support/releases.py -->", "<!-- to here -->"
 
 Read = Callable[[str], "str | None"]
-"""The source of a module by its name; None if there is no such module."""
+"""Returns the source of a module by its name; None if there is no such module."""
 
 BINDS, LACKS = "✓", "–"
-"""A hook finds its target; an optional one finds none. Anything else is the drift."""
+"""BINDS: a hook finds its target. LACKS: an optional hook finds none. Any other text describes the drift."""
 
 
 @dataclass(frozen=True)
 class Library:
-    """What is claimed of a library. `releases`: the oldest that is claimed, the last of each minor release, the newest.
+    """The supported releases of a library: the oldest, the last of each minor release, and the newest.
 
-    `relies`: what hooks read of the library's objects, by class; two names in one are alternatives. `obtain` gets
-    the file of a release into a folder by the library's name, None where no index is to be reached. `shortened`: how the page says a target.
+    `relies`: attributes that hooks read from the library's objects, by class; two names in one string are alternatives.
+    `obtain` downloads the file of a release into a folder; None without a package index.
+    `shortened`: how the page abbreviates a target.
     """
 
     name: str
@@ -57,43 +58,43 @@ class Library:
 
     @property
     def hooks(self) -> list[FunctionPatch | HotPathPatch]:
-        """Every hook, one for each target."""
+        """Returns every hook, one for each target."""
         found = [hook for part in self.instrumentor._parts.values() for hook in part.hooks]
         return list({(hook.part, hook.target): hook for hook in found}.values())
 
     def short(self, target: str) -> str:
-        """A target as the page names it."""
+        """Returns a target as the page names it."""
         for before, after in self.shortened.items():
             target = target.replace(before, after)
         return target
 
     def read(self, path: Path) -> Read:
-        """Reads the modules of a release that `obtain` got."""
+        """Returns a reader of the modules of a downloaded release."""
         if path.suffix == ".whl":
             return of_wheel(path)
         return of_sdist(
-            path, {hook.module for hook in self.hooks} | {of.partition(":")[0] for of in self.relies}
+            path, {hook.module for hook in self.hooks} | {target.partition(":")[0] for target in self.relies}
         )
 
 
-# ── where the sources are ────────────────────────────────────────────────────────────────────────────────────────
+# ── sources ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def wheel(name: str, release: str, folder: Path) -> Path | None:
-    """The pure wheel of this release, downloaded if it is not in `folder`; None where no index is to be reached."""
+    """Returns the pure wheel of this release, downloaded if missing in `folder`; None without a package index."""
     path = folder / f"{name}-{release}-py3-none-any.whl"
     if not path.exists():
         command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:"]
-        asked = [*command, "--disable-pip-version-check", "--dest", str(folder), f"{name}=={release}"]
+        download = [*command, "--disable-pip-version-check", "--dest", str(folder), f"{name}=={release}"]
         try:
-            subprocess.run(asked, check=True, capture_output=True, timeout=90)
+            subprocess.run(download, check=True, capture_output=True, timeout=90)
         except (subprocess.SubprocessError, OSError):
             return None
     return path if path.exists() else None
 
 
 def sdist(name: str, release: str, folder: Path) -> Path | None:
-    """The source distribution; pip would build it to see what it needs, so the index is asked here."""
+    """Returns the source distribution, downloaded from the index directly, because pip would build it."""
     path = folder / f"{name}-{release}.tar.gz"
     if not path.exists():
         try:
@@ -110,7 +111,7 @@ def sdist(name: str, release: str, folder: Path) -> Path | None:
 
 @functools.cache
 def _files(name: str) -> dict[str, tuple[str, str]]:
-    """What the index has of a project: file → address and checksum (the simple API's JSON, PEP 691)."""
+    """Returns the project's files from the index: file → address and checksum (the simple API's JSON, PEP 691)."""
     index = os.environ.get("PIP_INDEX_URL", "https://pypi.org/simple").rstrip("/")
     accept = {"Accept": "application/vnd.pypi.simple.v1+json"}
     with urllib.request.urlopen(
@@ -121,7 +122,7 @@ def _files(name: str) -> dict[str, tuple[str, str]]:
 
 
 def of_wheel(path: Path) -> Read:
-    """Reads modules of a wheel."""
+    """Returns a reader of the modules of a wheel."""
     archive = zipfile.ZipFile(path)
     names = set(archive.namelist())
 
@@ -135,7 +136,7 @@ def of_wheel(path: Path) -> Read:
 
 
 def of_sdist(path: Path, modules: Iterable[str]) -> Read:
-    """Reads these modules of a source distribution: a compressed archive is read from its beginning to its end once."""
+    """Returns a reader of these modules of a source distribution; the archive is read once."""
     bases = {module.replace(".", "/"): module for module in modules}
     files = {f"{base}{end}": module for base, module in bases.items() for end in (".py", "/__init__.py")}
     found: dict[str, str] = {}
@@ -149,7 +150,7 @@ def of_sdist(path: Path, modules: Iterable[str]) -> Read:
 
 
 def of_folder(site: Path) -> Read:
-    """Reads modules below a folder of packages."""
+    """Returns a reader of the modules below a folder of packages."""
 
     @functools.cache
     def read(module: str) -> str | None:
@@ -163,13 +164,13 @@ def of_folder(site: Path) -> Read:
 
 
 def installed(name: str) -> Path | None:
-    """The folder in which a library is installed here."""
+    """Returns the folder in which a library is installed."""
     spec = importlib.util.find_spec(name)
     return Path(spec.origin).parents[1] if spec is not None and spec.origin else None
 
 
 def changed(name: str, folder: str, before: str, after: str, into: Path) -> Path:
-    """A copy of the installed release, below `into`, with this replaced in one of its folders; everything else is a link."""
+    """Creates a copy of the installed release below `into`, with `before` replaced in one folder; other files are links."""
     site, path = installed(name), into
     assert site is not None
     for part in folder.split("/"):
@@ -188,13 +189,13 @@ def changed(name: str, folder: str, before: str, after: str, into: Path) -> Path
 
 
 def sources(library: Library, folder: Path, releases: Iterable[str]) -> dict[str, Read]:
-    """By release, those that could be obtained."""
+    """Returns readers by release, for the releases that could be obtained."""
     folder.mkdir(parents=True, exist_ok=True)
     files = {release: library.obtain(library.name, release, folder) for release in releases}
     return {release: library.read(path) for release, path in files.items() if path is not None}
 
 
-# ── what binds ───────────────────────────────────────────────────────────────────────────────────────────────────
+# ── binding ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @functools.cache
@@ -215,7 +216,7 @@ def _body(read: Read, target: str) -> list[ast.stmt] | None:
 
 
 def binds(hook: FunctionPatch | HotPathPatch, read: Read) -> str:
-    """BINDS, LACKS, or why not."""
+    """Returns BINDS, LACKS, or the reason."""
     path, _, name = hook.target.rpartition(".")
     body = _body(read, path)
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -229,7 +230,7 @@ def binds(hook: FunctionPatch | HotPathPatch, read: Read) -> str:
 
 
 def relies(library: Library, read: Read) -> list[str]:
-    """What hooks read of the library's objects and is not there."""
+    """Returns the attributes that hooks read and the library lacks."""
     missing = []
     for target, wanted in library.relies.items():
         body = _body(read, target)
@@ -242,7 +243,7 @@ def relies(library: Library, read: Read) -> list[str]:
 
 
 def _attributes(body: list[ast.stmt]) -> Iterable[str]:
-    """Everything that a class gives its objects: fields, methods, slots, and what methods assign to `self`."""
+    """Yields the attributes of a class's objects: fields, methods, slots, and assignments to `self`."""
     for node in (inner for statement in body for inner in ast.walk(statement)):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             yield node.name
@@ -255,11 +256,11 @@ def _attributes(body: list[ast.stmt]) -> Iterable[str]:
 
 
 Matrix = dict[str, dict[str, str]]
-"""By release and target: what `binds` says."""
+"""By release and target: the result of `binds`."""
 
 
 def matrix(library: Library, reads: dict[str, Read]) -> Matrix:
-    """Every hook against every release."""
+    """Checks every hook against every release."""
     return {
         release: {hook.target: binds(hook, read) for hook in library.hooks} for release, read in reads.items()
     }
@@ -277,7 +278,7 @@ print(json.dumps({{hook.target: hook.active for hook in LIBRARY.hooks}}))
 
 
 def bound(library: Library) -> dict[str, bool]:
-    """What binds to the release that is installed here, by target: installed in a process of its own."""
+    """Returns by target whether a hook binds to the installed release; installs them in a subprocess."""
     done = subprocess.run(
         [sys.executable, "-c", BOUND.format(name=library.name)],
         capture_output=True,
@@ -291,7 +292,7 @@ def bound(library: Library) -> dict[str, bool]:
 
 
 def installed_binds(library: Library) -> dict[str, bool]:
-    """What its sources say of the same."""
+    """Returns the same, predicted from the installed sources."""
     site = installed(library.name)
     assert site is not None
     return {hook.target: binds(hook, of_folder(site)) == BINDS for hook in library.hooks}
@@ -301,7 +302,7 @@ def installed_binds(library: Library) -> dict[str, bool]:
 
 
 def tables(library: Library, found: Matrix) -> str:
-    """Releases and parts, then hooks and the releases that have them, as Markdown."""
+    """Returns two Markdown tables: parts by release, then the releases of each hook."""
     parts = list(dict.fromkeys(hook.part for hook in library.hooks))
     lines = ["", f"| release | {' | '.join(parts)} |", f"|---|{'---|' * len(parts)}"]
     for release, marks in found.items():
@@ -314,19 +315,19 @@ def tables(library: Library, found: Matrix) -> str:
     return "\n".join([*lines, ""])
 
 
-def _part(marks: dict[str, str], of: list[FunctionPatch | HotPathPatch]) -> str:
-    said = [marks[hook.target] for hook in of]
-    if set(said) - {BINDS, LACKS}:
+def _part(marks: dict[str, str], hooks: list[FunctionPatch | HotPathPatch]) -> str:
+    result = [marks[hook.target] for hook in hooks]
+    if set(result) - {BINDS, LACKS}:
         return "drifted"
-    return f"{said.count(BINDS)} of {len(said)}" if LACKS in said else f"{len(said)}"
+    return f"{result.count(BINDS)} of {len(result)}" if LACKS in result else f"{len(result)}"
 
 
-def _runs(some: list[str], every: list[str]) -> str:
-    """`all`, or the first and the last of each run of releases in a row."""
-    if some == every:
+def _runs(binding: list[str], every: list[str]) -> str:
+    """Returns `all`, or the first and last release of each contiguous run."""
+    if binding == every:
         return "all"
     runs: list[list[str]] = []
-    for release in some:
+    for release in binding:
         if runs and every.index(release) == every.index(runs[-1][-1]) + 1:
             runs[-1].append(release)
         else:
@@ -335,14 +336,14 @@ def _runs(some: list[str], every: list[str]) -> str:
 
 
 def written(page: str) -> tuple[str, str, str]:
-    """Before, the written tables, after."""
+    """Returns the text before the generated tables, the tables, and the text after."""
     before, _, rest = page.partition(BEGIN)
     middle, _, after = rest.partition(END)
     return before, middle, after
 
 
 def binding(page: str) -> dict[str, set[str]]:
-    """What the page says binds: by release, targets as they are shown."""
+    """Returns the documented bindings: by release, the targets as the page names them."""
     rows = [line.strip("| ").split(" | ") for line in written(page)[1].splitlines() if line.startswith("| ")]
     found: dict[str, set[str]] = {row[0]: set() for row in rows if row[0][0].isdigit()}
     every = list(found)
@@ -361,10 +362,10 @@ def main(name: str, folder: Path) -> None:
     missing = [release for release in library.releases if release not in reads]
     if missing:
         sys.exit(f"cannot be downloaded: {', '.join(missing)}")
-    said = tables(library, matrix(library, reads))
-    print(said)
+    result = tables(library, matrix(library, reads))
+    print(result)
     before, _, after = written(library.page.read_text(encoding="utf-8"))
-    library.page.write_text(f"{before}{BEGIN}\n{said}\n{END}{after}", encoding="utf-8")
+    library.page.write_text(f"{before}{BEGIN}\n{result}\n{END}{after}", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A device that does again what a real one did: a recording of `benchmarks.gpu_verify`, as an ordinary test can drive it."""
+"""Replays a recording of `benchmarks.gpu_verify` from a real device, for tests without one."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class ReplayedEvent:
 
 
 class ReplayedDevice:
-    """`now`: the host's clock of the recording; `row`: the stage that is being run again."""
+    """`now`: the recording's host clock. `row`: the stage being replayed."""
 
     kind, index = "fake", 0
     tick_ns = 1000
@@ -46,7 +46,7 @@ class ReplayedDevice:
         return int(self.time)
 
     def next_mark(self) -> float:
-        """Of the row, or, while there is none, as close together as marks are."""
+        """Returns the next mark of the row; without a row, marks follow at the smallest distance."""
         if self._marks:
             return self._marks.pop(0)
         self._warm += self.recording["own_ms"]
@@ -57,13 +57,13 @@ class ReplayedDevice:
         self.time = row["begun_at"]
 
     def anchors_until(self, at: int) -> list[tuple[int, int, float]]:
-        """Those that were made before this instant and are not taken yet."""
+        """Returns the anchors made before this instant and not yet taken."""
         due = [anchor for anchor in self._anchors if anchor[1] <= at]
         self._anchors = self._anchors[len(due) :]
         return due
 
     def stamps(self, anchor: tuple[int, int, float]) -> None:
-        """What the next stamp finds."""
+        """Sets what the next stamp returns."""
         self._stamp = anchor
 
     def create_event(self) -> ReplayedEvent:

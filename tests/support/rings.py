@@ -1,4 +1,4 @@
-"""What integrations state in a test, read back as records: rings in memory, and the assembler."""
+"""Reads back what integrations record in a test: rings in memory, and the assembler."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from otel_infer.tracing import request_span, span_ids
 
 
 class Recording:
-    """Takes facts from its making to `stop`."""
+    """Records events from its creation to `stop`."""
 
     def __init__(self) -> None:
         self.arena = MemoryArena()
@@ -24,7 +24,7 @@ class Recording:
         recorder.start(lambda: self.arena, lambda: None, lambda reason: None)
 
     def records(self) -> list[RequestRecord]:
-        """The requests that ended since the last call, in the order of their ends."""
+        """Returns the requests that ended since the last call, in order of their ends."""
         now = _clock.now()
         for name, memory in self.arena.buffers:
             self._rings.add_ring(name, memory, now)
@@ -33,15 +33,15 @@ class Recording:
 
     @property
     def in_flight(self) -> int:
-        """Requests that were opened and not closed, as of the last `records`."""
+        """Returns the number of open requests, as of the last `records`."""
         return len(self._assembler.open_requests)
 
     def stop(self) -> None:
-        """No more facts are taken."""
+        """Stops recording events."""
         recorder.stop()
         request_span.span_factory = None
 
 
 def stages_of(record: RequestRecord) -> list[str]:
-    """The names of its stages, in the order in which they began."""
+    """Returns the names of the record's stages, in the order in which they began."""
     return [stage.name for stage in sorted(record.stages, key=lambda stage: stage.started_at)]

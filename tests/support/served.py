@@ -1,4 +1,4 @@
-"""Real servers for tests: `transformers serve` on a tiny model, under `otel-infer run` or otherwise."""
+"""Real servers for tests: `transformers serve` on a tiny model, under `otel-infer run` or another launcher."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BATCHING = (
 
 
 class Answered(NamedTuple):
-    """What a client got: `chunks` of text and their arrival (perf_counter_ns)."""
+    """A client's response: `chunks` of text and their arrival (perf_counter_ns)."""
 
     status: int
     trace_id: str
@@ -37,14 +37,14 @@ class Answered(NamedTuple):
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
+    """Returns a port without a listener."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 class Server:
-    """A server process on a port of its own; `path` is asked until it answers."""
+    """A server process on its own port; `path` is polled until it responds."""
 
     def __init__(
         self, command: Sequence[str], port: int, log: Path, environ: Mapping[str, str], path: str = "/health"
@@ -56,7 +56,7 @@ class Server:
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self, timeout: float = 90.0) -> Server:
-        """Starts it and waits until it answers; what it said is in the error if it does not."""
+        """Starts it and waits until it responds; an error contains its output."""
         with self.log.open("ab") as output:
             self.process = subprocess.Popen(self._command, stdout=output, stderr=output, env=self._environ)
         deadline = time.monotonic() + timeout
@@ -67,7 +67,7 @@ class Server:
                 return self
             time.sleep(0.1)
         self.stop(signal.SIGKILL)
-        raise RuntimeError(f"the server did not get ready:\n{self.said()}")
+        raise RuntimeError(f"the server was not ready in time:\n{self.said()}")
 
     def answers(self) -> bool:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=2)
@@ -80,7 +80,7 @@ class Server:
             connection.close()
 
     def stop(self, number: int = signal.SIGTERM, timeout: float = 30.0) -> int:
-        """Ends it with a signal, repeated, since `transformers serve` hangs in its first; its exit status."""
+        """Stops it with a repeated signal, because `transformers serve` hangs on the first; returns its exit status."""
         assert self.process is not None
         deadline = time.monotonic() + timeout
         while self.process.poll() is None:
@@ -105,7 +105,7 @@ class Server:
 def transformers_serve(
     model: Path, log: Path, environ: Mapping[str, str], *, batching: bool, launcher: Sequence[str] = RUN
 ) -> Server:
-    """`transformers serve MODEL` behind a launcher."""
+    """Returns `transformers serve MODEL` behind a launcher."""
     beside = Path(sys.executable).parent / "transformers"
     program = str(beside) if beside.exists() else str(shutil.which("transformers"))
     port = free_port()
@@ -119,7 +119,7 @@ def transformers_serve(
 def chat(
     port: int, model: Path, *, tokens: int = 8, words: int = 8, stream: bool = True, flags: str = "01"
 ) -> Answered:
-    """One chat completion with a `traceparent` of its own."""
+    """Sends one chat completion with a `traceparent` of its own."""
     trace_id, parent_id = secrets.token_hex(16), secrets.token_hex(8)
     body = {
         "model": str(model),

@@ -1,4 +1,4 @@
-"""A serving engine as arithmetic: requests come, wait, share steps; the facts they would state, without waiting for any of it."""
+"""A simulated serving engine: requests arrive, queue and share steps; returns their events without waiting."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Asked:
 
 @dataclass
 class Served:
-    """An engine: a step costs `base + each × sequences + prompt_token × prompt tokens` ms, give or take `noise`."""
+    """An engine whose step costs `base + each × sequences + prompt_token × prompt tokens` ms, varied by `noise`."""
 
     base: float = 8.0
     each: float = 0.1
@@ -38,9 +38,9 @@ class Served:
     pauses: list[tuple[float, float]] = field(default_factory=list)
     """(at, ms) of garbage collections."""
     frozen: list[tuple[float, float]] = field(default_factory=list)
-    """(at, ms) in which the event loop stands still; the engine does not."""
+    """(at, ms) in which the event loop is blocked; the engine is not."""
     cold_ms: float = 0.0
-    """What the first step takes longer."""
+    """Extra ms of the first step."""
 
     def records(self, asked: list[Asked]) -> list[RequestRecord]:
         assembler = Assembler()

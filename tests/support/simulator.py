@@ -1,7 +1,7 @@
-"""An engine that batches continuously, with a ledger of its own, behind the real rings and readers.
+"""A simulated engine with continuous batching and a ledger of its own, on the real rings and readers.
 
-It admits, chunks prompts, lets members sit out and swap, preempts, speculates, keeps up to two steps in flight and throws
-results away, as told by a program of small numbers (`ticks`). What its readers conclude is compared with its ledger.
+A program of small numbers (`ticks`) makes it admit, chunk prompts, swap, preempt, speculate and discard results. Members
+may sit out steps, and up to two steps are in flight. Tests compare the readers' results with the ledger.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from otel_infer.ringbuffer.writer import MemoryArena, RequestWriter
 
 CHUNK = 16
 MOST = 8
-"""Members of a batch."""
+"""Maximum members of a batch."""
 
 
 class Tick(NamedTuple):
-    """What happens before and in one step. Indices wrap around whatever there is."""
+    """What happens before and in one step. Indices wrap around."""
 
     arrivals: list[tuple[int, int, int]]  # (sequences, prompt tokens, output tokens)
     preempt: int
@@ -44,7 +44,7 @@ class Tick(NamedTuple):
 
 
 def ticks(sequences: int = 3, most: int = 60) -> st.SearchStrategy[list[Tick]]:
-    """Programs; few of their steps do anything but decode, as in life."""
+    """Generates programs; most of their steps only decode, as in production."""
     rarely = st.one_of(st.just(-1), st.just(-1), st.just(-1), st.integers(-1, 9))
     arrival = st.tuples(st.integers(1, sequences), st.integers(2, 40), st.integers(1, 8))
     tick = st.builds(
@@ -64,7 +64,7 @@ def ticks(sequences: int = 3, most: int = 60) -> st.SearchStrategy[list[Tick]]:
 
 
 class Request:
-    """What is true of a request."""
+    """The true state of a request."""
 
     def __init__(self, number: int, handle: int) -> None:
         self.number, self.handle = number, handle
@@ -74,7 +74,7 @@ class Request:
         self.preemptions = 0
         self.discarded = 0
         self.ledger: dict[int, int] = {}  # step → tokens
-        self.others: dict[int, int] = {}  # step → prompt tokens of others
+        self.others: dict[int, int] = {}  # step → prompt tokens of other requests
         self.chunks: list[tuple[int, int]] = []  # (step, tokens) up to the first token
         self.done_at: dict[int, int] = {}
 
@@ -86,12 +86,12 @@ class Stream:
         self.request, self.output = request, output
         self.prompt_left = self.prompt = prompt
         self.generated = 0
-        self.epoch = 0  # counts preemptions: what was in flight before is thrown away
+        self.epoch = 0  # counts preemptions: a preemption discards what is in flight
         self.gone = False
 
 
 class Flight(NamedTuple):
-    """A step between scheduled and done. Of every member: its epoch, whether it delivers, whether it is a prompt."""
+    """A step between scheduled and done; per member: its epoch, whether it delivers, whether it is a prompt."""
 
     step: int
     members: list[tuple[Stream, int, bool, bool]]
@@ -100,7 +100,7 @@ class Flight(NamedTuple):
 
 
 class DatedReader(StepReader):
-    """Says that steps were lost with the instant of the last one before them, not of when that was noticed."""
+    """Dates lost steps to the last step before them, not to when the loss was noticed."""
 
     _last_at = 0
 
@@ -155,7 +155,7 @@ class Simulator:
     # ── the server ───────────────────────────────────────────────────────────────────────────────────────────────
 
     def run(self, program: Sequence[Tick]) -> None:
-        """The whole program, and then until nothing is left to do."""
+        """Runs the whole program, then until no work is left."""
         for tick in program:
             self.now += tick.nanoseconds
             self._happen(tick)
@@ -174,7 +174,7 @@ class Simulator:
         self.poll(final=True)
 
     def poll(self, final: bool = False) -> None:
-        """One wake of a reader."""
+        """Polls the rings once, as a reader does."""
         self.now += 1000
         said = self.rings.poll(self.now, final)
         self.said += said
@@ -205,7 +205,7 @@ class Simulator:
         self.now += 2
 
     def _preempt(self, sequence: Stream, recompute: bool, told: bool) -> None:
-        # What is still being computed cannot be kept elsewhere.
+        # Work that is still being computed cannot be swapped out.
         flying = [member for flight in self.flights for member in flight.members]
         computing = any(member is sequence and is_prompt for member, _, _, is_prompt in flying)
         recompute = recompute or computing or sequence.generated == 0
@@ -279,7 +279,7 @@ class Simulator:
                 got[request] = got.get(request, 0) + number
             if delivers and number == 0:
                 discarded += 1
-                # That a chunk was the last one shows only if it delivers.
+                # Only a delivery shows that a chunk was the last one.
                 request.discarded += not is_prompt and self.now <= (request.ended_at or self.now) + GRACE_NS
         for request, prompt in flight.prompts.items():
             if not request.ledger and not request.ended_at:
@@ -317,11 +317,11 @@ class Simulator:
 
 
 def told(record: RequestRecord) -> dict[int, int]:
-    """step → tokens, as concluded."""
+    """Returns step → tokens, as read from the record."""
     rows = record.steps
     return dict(zip(rows.step.tolist(), rows.tokens.tolist())) if rows is not None else {}
 
 
 def by_number(records: Sequence[RequestRecord]) -> dict[int, Any]:
-    """Records by the simulator's number of their request."""
+    """Returns the records by the simulator's request number."""
     return {int.from_bytes(record.trace_id, "big"): record for record in records}

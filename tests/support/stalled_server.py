@@ -1,9 +1,9 @@
-"""`transformers serve` with a stall in one place, armed by a request to /stall; knows nothing of otel_infer.
+"""`transformers serve` with a delay in one place, set by a request to /stall; independent of otel_infer.
 
-    GET /stall/tokenize/50/0    the next pass through it (after so many) sleeps 50 ms, once
-    GET /stalled                what it slept, in ms each, by the clock and not by what it was asked for
+    GET /stall/tokenize/50/0    the next pass through this place (after `0` others) sleeps 50 ms, once
+    GET /stalled                the measured length of each delay, in ms
 
-A place is a function that the library's own code calls inside the stage in question.
+A place is a function that the library's own code calls inside that stage.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def stall(place: str) -> None:
 
 
 def stalling(owner: Any, name: str, place: str, when: Callable[..., bool] = lambda *_: True) -> None:
-    """Puts a possible stall in front of `owner.name`."""
+    """Adds a possible delay before `owner.name`."""
     original = getattr(owner, name)
 
     @functools.wraps(original)
@@ -97,7 +97,7 @@ def _routes() -> None:
 
 
 def _egress() -> None:
-    """A socket that takes its time: under the ASGI server's own `send`, where a slow reader would show."""
+    """Delays the socket, below the ASGI server's own `send`, where a slow reader would show."""
     from uvicorn.protocols.http import h11_impl
 
     protocols = [h11_impl.RequestResponseCycle]

@@ -1,4 +1,4 @@
-"""Stories of processes that get ready, told in facts, and what comes of them."""
+"""Process starts, written as events, and the records and spans that result."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BEGUN = ids("start")
 
 
 class Starting(Story):
-    """A process that gets ready, or not."""
+    """A process that becomes ready, or fails to."""
 
     def __init__(self, concluded_at: int = 0, role: str = "server", parent: bytes = bytes(8)) -> None:
         super().__init__()
@@ -50,22 +50,22 @@ class Starting(Story):
         return assembler.drain_starts(LATER)
 
     def start_spans(self) -> list[dict[str, Any]]:
-        """As a receiver decodes them."""
+        """Returns the start spans as a receiver decodes them."""
         batches = Batches()
-        sink = OtlpSpanExporter(batches, False)  # type: ignore[arg-type]
+        exporter = OtlpSpanExporter(batches, False)  # type: ignore[arg-type]
         for record in self.starts():
-            sink.export_start(record)
-        sink.flush(0)
+            exporter.export_start(record)
+        exporter.flush(0)
         return [span for body in batches.bodies() for span in decoded("traces", body)]
 
     def outcome(self) -> tuple[str, str, float]:
-        """(ready by, error type, ms) of the only start."""
+        """Returns (ready by, error type, ms) of the only start."""
         (record,) = self.starts()
         return record.ready_by, record.error_type, record.duration_ns / 1e6
 
 
 def server() -> Starting:
-    """Imports, loads, warms up in its lifespan, serves."""
+    """Returns a server that imports, loads, warms up in its lifespan, and serves."""
     story = Starting()
     story.imported(900, "uvicorn.config")
     story.imported(2000, "torch")

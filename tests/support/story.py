@@ -1,4 +1,4 @@
-"""Stories of a server, told in facts with a clock in ms, and what comes of them as text.
+"""A server's events with a clock in ms, and the resulting spans as text.
 
     story = Story()
     a = story.arrives(0)                              # POST /v1/chat/completions, operation chat, model toy
@@ -9,7 +9,7 @@
     story.ends(45, a, chunks=2)
     assert story.tree() == text('''...''')            # as a receiver of the OTLP bytes sees it
 
-Facts are fed in the order of their instants, whatever the order in which they are told here.
+Events are fed in the order of their instants, whatever the order of the calls.
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ PROCESS, ENGINE = 1, 10
 
 
 def ns(at: float) -> int:
-    """Monotonic ns of an instant of the story."""
+    """Returns the monotonic ns of an instant of the story."""
     return BASE + round(at * MS)
 
 
 def ms(at: float) -> float:
-    """An instant of the story from monotonic ns; 0 stays 0."""
+    """Returns an instant of the story from monotonic ns; 0 stays 0."""
     return round((at - BASE) / MS, 6) if at else 0
 
 
 def text(block: str) -> str:
-    """A block of text without the indentation it has in the source."""
+    """Returns a block of text without its indentation in the source."""
     return inspect.cleandoc(block)
 
 
 def ids(name: str) -> tuple[bytes, bytes]:
-    """The trace id and span id of whoever is called so."""
+    """Returns the trace id and span id of the request with this name."""
     digest = hashlib.sha256(name.encode()).digest()
     return digest[:16], digest[16:24]
 
@@ -68,7 +68,7 @@ class Who(NamedTuple):
 
 
 class _Engine:
-    """What an engine said last, to say only what changes."""
+    """The last values an engine recorded, so that only changes are recorded."""
 
     def __init__(self, ring: int, process: int) -> None:
         self.ring, self.process = ring, process
@@ -78,7 +78,7 @@ class _Engine:
 
 
 class Story:
-    """Everything that a server says."""
+    """All events of a server."""
 
     def __init__(self, process: int = PROCESS) -> None:
         self.said: list[events.RecordedEvent] = []
@@ -86,8 +86,8 @@ class Story:
         self._engines: dict[int, _Engine] = {}
         self.engine(process=process)
 
-    def tell(self, ring: int, handle: int, fact: Any) -> None:
-        self.said.append(events.RecordedEvent(ring, handle, fact))
+    def tell(self, ring: int, handle: int, event: Any) -> None:
+        self.said.append(events.RecordedEvent(ring, handle, event))
 
     # ── requests ─────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -103,8 +103,8 @@ class Story:
         process: int = PROCESS,
         trace: str = "",
     ) -> Who:
-        """With `http`, below a server span of ours, which is below a span of the caller's."""
-        who = Who(name, process, handle or next(self._handles))
+        """Opens a request. With `http` it is below our server span, which is below a span of the client."""
+        request = Who(name, process, handle or next(self._handles))
         trace_id, span_id = ids(trace or name)[0], ids(name)[1]
         server = ids(f"server of {name}")[1] if http else bytes(8)
         parent = ids("caller")[1] if http else bytes(8)
@@ -113,48 +113,48 @@ class Story:
         arrived = events.RequestArrived(
             ns(at), WALL + ns(at) - BASE, trace_id, span_id, parent, server, flags, *known
         )
-        self.tell(process, who.handle, arrived)
+        self.tell(process, request.handle, arrived)
         if http:
             route = "/v1/chat/completions" if operation else "/health"
-            self.state(who, events.HttpDescribed(ns(at), "POST", "http", route))
+            self.state(request, events.HttpDescribed(ns(at), "POST", "http", route))
         if http and operation:
             said = ((semconv.OPERATION_NAME, operation), (semconv.REQUEST_MODEL, "toy"))
             for key, value in said:
-                self.state(who, events.AttributeSet(ns(at), key, value))
-        return who
+                self.state(request, events.AttributeSet(ns(at), key, value))
+        return request
 
-    def joins(self, at: float, who: Who, process: int) -> Who:
-        """It goes on in another process, as whom it is from there on."""
-        part = Who(who.name, process, next(self._handles))
-        trace_id, span_id = ids(who.name)
+    def joins(self, at: float, request: Who, process: int) -> Who:
+        """Continues the request in another process; returns it as that process knows it."""
+        part = Who(request.name, process, next(self._handles))
+        trace_id, span_id = ids(request.name)
         known = trace_id, span_id, bytes(8), bytes(8), events.JOINED, "", "", "", ""
         self.state(part, events.RequestArrived(ns(at), WALL + ns(at) - BASE, *known))
         return part
 
-    def state(self, who: Who, fact: Any) -> None:
-        self.tell(who.ring, who.handle, fact)
+    def state(self, request: Who, event: Any) -> None:
+        self.tell(request.ring, request.handle, event)
 
-    def stage(self, name: str, started: float, ended: float, who: Who, items: int = 0) -> None:
-        self.state(who, events.StageEnded(ns(ended), ns(started), name, items))
+    def stage(self, name: str, started: float, ended: float, request: Who, items: int = 0) -> None:
+        self.state(request, events.StageEnded(ns(ended), ns(started), name, items))
 
     def submitted(
-        self, at: float, who: Who, *, input_tokens: int = 0, max_tokens: int = 0, sequences: int = 1
+        self, at: float, request: Who, *, input_tokens: int = 0, max_tokens: int = 0, sequences: int = 1
     ) -> None:
-        self.state(who, events.RequestSubmitted(ns(at), sequences, input_tokens, max_tokens, "toy"))
+        self.state(request, events.RequestSubmitted(ns(at), sequences, input_tokens, max_tokens, "toy"))
 
-    def received(self, at: float, who: Who) -> None:
-        self.state(who, events.RequestReceived(ns(at)))
+    def received(self, at: float, request: Who) -> None:
+        self.state(request, events.RequestReceived(ns(at)))
 
-    def preempted(self, at: float, who: Who, kind: str) -> None:
-        self.state(who, events.RequestPreempted(ns(at), kind))
+    def preempted(self, at: float, request: Who, kind: str) -> None:
+        self.state(request, events.RequestPreempted(ns(at), kind))
 
-    def finished(self, at: float, who: Who, reason: str = "stop", tokens: int = 0) -> None:
-        self.state(who, events.EngineFinished(ns(at), reason, tokens))
+    def finished(self, at: float, request: Who, reason: str = "stop", tokens: int = 0) -> None:
+        self.state(request, events.EngineFinished(ns(at), reason, tokens))
 
     def ends(
         self,
         at: float,
-        who: Who,
+        request: Who,
         outcome: int = events.OK,
         error: str = "",
         *,
@@ -163,19 +163,21 @@ class Story:
         send_wait: float = 0,
         detokenize: float = 0,
     ) -> None:
-        """`status` is 200 of what ends well over HTTP, unless told otherwise."""
-        http = any(s.handle == who.handle and isinstance(s.event, events.HttpDescribed) for s in self.said)
+        """Ends a request; `status` defaults to 200 for a successful HTTP request."""
+        http = any(
+            s.handle == request.handle and isinstance(s.event, events.HttpDescribed) for s in self.said
+        )
         code = status if status is not None else 200 if http and outcome == events.OK else 0
         waits = (round(send_wait * MS), round(detokenize * MS))
-        self.state(who, events.RequestEnded(ns(at), outcome, error, code, chunks, *waits))
+        self.state(request, events.RequestEnded(ns(at), outcome, error, code, chunks, *waits))
 
-    def aborts(self, at: float, who: Who, error: str = "client_disconnect") -> None:
-        self.ends(at, who, events.ABORTED, error)
+    def aborts(self, at: float, request: Who, error: str = "client_disconnect") -> None:
+        self.ends(at, request, events.ABORTED, error)
 
     # ── engines ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     def engine(self, ring: int = ENGINE, process: int = PROCESS) -> int:
-        """An engine's ring is seen; returns its number, for `scheduled` and `done`."""
+        """Adds an engine's ring; returns its number, for `scheduled` and `done`."""
         self._engines[ring] = _Engine(ring, process)
         self.tell(ring, 0, events.EngineSeen(0, process, 4242, "toy"))
         return ring
@@ -193,24 +195,26 @@ class Story:
         kv: tuple[int, int] = (0, 0),
         waiting: int = 0,
     ) -> int:
-        """`prompt`: scheduled tokens of a request's sequences; `tokens`: of a position. `lost`: nobody hears it."""
+        """`prompt`: scheduled tokens of a request's sequences. `tokens`: of a position. `lost`: the event is dropped."""
         said = self._engines[engine]
         said.step += 1
         before, members = said.members, list(members)
         said.members = said.batches[said.step] = members
-        stays = [who for who in before or () if who in members]
+        stays = [request for request in before or () if request in members]
         keyframe = keyframe or before is None or members[: len(stays)] != stays
         left, joined = (
-            _change(before or [], members) if not keyframe else ([], [who.handle for who in members])
+            _change(before or [], members) if not keyframe else ([], [request.handle for request in members])
         )
-        numbers = {i: (prompt or {})[who] for i, who in enumerate(members) if who in (prompt or {})}
+        numbers = {
+            i: (prompt or {})[request] for i, request in enumerate(members) if request in (prompt or {})
+        }
         numbers.update(tokens or {})
         exceptions = tuple((i, n) for i, n in sorted(numbers.items()) if n != 1)
-        fact = events.StepScheduled(
+        event = events.StepScheduled(
             ns(at), said.step, keyframe, len(members), left, joined, exceptions, *kv, len(members), waiting
         )
         if not lost:
-            self.tell(engine, 0, fact)
+            self.tell(engine, 0, event)
         return said.step
 
     def done(
@@ -223,9 +227,11 @@ class Story:
         discarded: int = 0,
         engine: int = ENGINE,
     ) -> None:
-        """`delivered`: to each sequence of a request; `tokens`: to a position; one to everybody else."""
+        """`delivered`: tokens to each sequence of a request. `tokens`: to a position. All others get one."""
         batch = self._engines[engine].batches[step]
-        numbers = {i: (delivered or {})[who] for i, who in enumerate(batch) if who in (delivered or {})}
+        numbers = {
+            i: (delivered or {})[request] for i, request in enumerate(batch) if request in (delivered or {})
+        }
         numbers.update(tokens or {})
         exceptions = tuple((i, n) for i, n in sorted(numbers.items()) if n != 1)
         self.tell(engine, 0, events.StepDone(ns(at), step, exceptions, discarded))
@@ -239,7 +245,7 @@ class Story:
         delivered: Mapping[Who, int] | None = None,
         **more: Any,
     ) -> int:
-        """Scheduled at one instant, done at another."""
+        """Schedules a step at one instant and completes it at another."""
         step = self.scheduled(at, members, prompt, **more)
         self.done(until, step, delivered, engine=more.get("engine", ENGINE))
         return step
@@ -254,7 +260,7 @@ class Story:
         launched: float = 0,
         engine: int = ENGINE,
     ) -> None:
-        """A device was at a step; stated when that is known, in the process of the engine."""
+        """Records the device time of a step when it is known, in the engine's process."""
         process, lengths = self._engines[engine].process, (round(launched * MS), round(queued * MS))
         said = (ns(until), ns(since), "toy", 4242, 0, step, 0, *lengths, events.UNKNOWN_NS, 0)
         self.tell(process, 0, events.StepTimed(*said))
@@ -269,13 +275,13 @@ class Story:
         self.tell(engine, 0, events.StepsLost(ns(at), 1))
 
     def keyframe_next(self, engine: int = ENGINE) -> None:
-        """The reader asks; the next step is told whole."""
+        """Makes the next step a keyframe, as a reader requests."""
         self._engines[engine].members = None
 
-    # ── what comes of it ─────────────────────────────────────────────────────────────────────────────────────────
+    # ── results ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     def in_order(self) -> list[events.RecordedEvent]:
-        """What was said, as the rings hand it out."""
+        """Returns the events as the rings return them."""
         return sorted(self.said, key=lambda said: said.event.at)
 
     def records(self) -> list[RequestRecord]:
@@ -283,43 +289,43 @@ class Story:
         assembler.feed_events(self.in_order())
         return assembler.drain_records(LATER)
 
-    def record(self, who: Who | None = None) -> RequestRecord:
-        """Of this request, or of the only one."""
-        span_id = ids(who.name)[1] if who is not None else None
+    def record(self, request: Who | None = None) -> RequestRecord:
+        """Returns the record of this request, or the only record."""
+        span_id = ids(request.name)[1] if request is not None else None
         (found,) = [record for record in self.records() if span_id in (None, record.span_id)]
         return found
 
     def spans(
         self, keeps: tail_sampler.TailSampler | None = None, latency: bool = False
     ) -> list[dict[str, Any]]:
-        """Every span as a receiver decodes it."""
+        """Returns every span as a receiver decodes it."""
         return exported(self.records(), keeps, latency)
 
-    def span(self, name: str, who: Who | None = None) -> dict[str, Any]:
-        """The only span of this name (of a request)."""
-        trace_id = ids(who.name)[0].hex() if who is not None else None
+    def span(self, name: str, request: Who | None = None) -> dict[str, Any]:
+        """Returns the only span of this name (of a request)."""
+        trace_id = ids(request.name)[0].hex() if request is not None else None
         found = [s for s in self.spans() if s["name"] == name and trace_id in (None, s["trace_id"])]
         (span,) = found
         return span
 
-    def tree(self, who: Who | None = None, keeps: tail_sampler.TailSampler | None = None) -> str:
-        """The spans of a request, or of all."""
-        trace_id = ids(who.name)[0].hex() if who is not None else None
+    def tree(self, request: Who | None = None, keeps: tail_sampler.TailSampler | None = None) -> str:
+        """Returns the spans of a request, or all spans, as text."""
+        trace_id = ids(request.name)[0].hex() if request is not None else None
         return drawn(span for span in self.spans(keeps) if trace_id in (None, span["trace_id"]))
 
 
 def _change(before: list[Who], members: list[Who]) -> tuple[list[int], list[int]]:
-    """(positions that left, one after the other; handles that joined)."""
+    """Returns (positions that left, one after the other; handles that joined)."""
     here, left = list(before), []
-    for who in before:
-        if here.count(who) > members.count(who):
-            left.append(len(here) - 1 - here[::-1].index(who))
+    for request in before:
+        if here.count(request) > members.count(request):
+            left.append(len(here) - 1 - here[::-1].index(request))
             del here[left[-1]]
-    return left, [who.handle for who in members[len(here) :]]
+    return left, [request.handle for request in members[len(here) :]]
 
 
 class Batches:
-    """Takes what a sink hands over, in the place of a `Sender`."""
+    """Takes the batches of an exporter, in place of a `Sender`."""
 
     def __init__(self) -> None:
         self.taken: list[SpanBatch] = []
@@ -329,7 +335,7 @@ class Batches:
         self.taken.append(batch)
 
     def bodies(self) -> list[bytes]:
-        """What would be sent."""
+        """Returns the bodies that would be sent."""
         return [
             b"".join(otlp.build_export_request(*encode_resource_and_scope({}), batch.parts))
             for batch in self.taken
@@ -337,7 +343,7 @@ class Batches:
 
 
 class Uncollected:
-    """An outlet that takes no metrics, so that they are counted: the test asks the pipeline for them."""
+    """A metrics outlet that accepts nothing, so that the test reads the metrics from the pipeline."""
 
     failed_exports = 0
 
@@ -351,21 +357,21 @@ class Uncollected:
 
 
 COUNTED: Any = Uncollected()
-"""In the place of a `MetricsOutlet`."""
+"""Used in place of a `MetricsOutlet`."""
 
 
 def exported(
     records: Iterable[RequestRecord], keeps: tail_sampler.TailSampler | None = None, latency: bool = False
 ) -> list[dict[str, Any]]:
-    """The spans of records as a receiver of their OTLP bytes decodes them; every step, unless `keeps` says otherwise."""
+    """Returns the spans of records as a receiver decodes their OTLP bytes; every step, unless `keeps` samples them."""
     batches = Batches()
     keeps = keeps or tail_sampler.TailSampler("all", 0, keep_unsampled=False, ratio=False)
-    sink = OtlpSpanExporter(batches, latency)  # type: ignore[arg-type]
+    exporter = OtlpSpanExporter(batches, latency)  # type: ignore[arg-type]
     for record in records:
         decision = keeps.make_decision(record)
         if decision.export:
-            sink.export_request(record, decision)
-    sink.flush(0)
+            exporter.export_request(record, decision)
+    exporter.flush(0)
     return [span for body in batches.bodies() for span in decoded("traces", body)]
 
 
@@ -389,7 +395,7 @@ _WORDS = {
 
 
 def drawn(spans: Iterable[dict[str, Any]]) -> str:
-    """Spans as an indented tree in order of time, with ms of the story and what matters of their attributes."""
+    """Draws spans as an indented tree in order of time, with ms of the story and the main attributes."""
     everything = list(spans)
     known = {span["span_id"] for span in everything}
     lines: list[str] = []

@@ -1,4 +1,4 @@
-"""A decode loop on the fake device whose last request runs at a quarter of the speed, as on a GPU with throttled clocks.
+"""A decode loop on the fake device whose last request runs at a quarter of the speed, as with throttled GPU clocks.
 
 LD_LIBRARY_PATH=STUB otel-infer run --tape FILE -- python tests/support/throttled_loop.py
 """
@@ -19,7 +19,7 @@ STEP_NS, SLOW_NS = 5_000_000, 20_000_000
 
 
 def decode(device: OnHostClock, tokens: int, slow_from: int) -> None:
-    """One request; steps from `slow_from` on take the device four times as long."""
+    """Runs one request; steps from `slow_from` on take the device four times as long."""
     with otel_infer.request("chat", model="toy") as request:
         request.submitted(input_tokens=8, max_tokens=tokens)
         for number in range(tokens):
@@ -39,7 +39,7 @@ def main() -> None:
     cuda = ModuleType("torch.cuda")
     cuda.is_initialized, cuda.current_device = lambda: True, lambda: 0  # type: ignore[attr-defined]
     sys.modules["torch.cuda"] = torch.cuda = cuda  # type: ignore[assignment]
-    timing._find_device = lambda: device  # the seam that finds CUDA's current device
+    timing._find_device = lambda: device  # replaces the lookup of CUDA's current device
     for _ in range(12):
         decode(device, 16, slow_from=16)
     decode(device, 40, slow_from=10)

@@ -1,4 +1,4 @@
-"""Tiny random models, made here: nothing is downloaded."""
+"""Tiny random models, created locally: nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from otel_infer.cli.demo.model import make_demo_model, make_tokenizer, save_mode
 
 
 def make_model(folder: Path) -> Path:
-    """A Llama of two layers with a BPE tokenizer and a chat template; returns its folder."""
+    """Creates a Llama of two layers with a BPE tokenizer and a chat template; returns its folder."""
     return make_demo_model(folder, layers=2, hidden=64)
 
 
 def make_encoder(folder: Path) -> Path:
-    """A BERT of two layers that embeds text and generates nothing; returns its folder."""
+    """Creates a BERT of two layers that embeds text; returns its folder."""
     import torch
     from transformers import BertConfig, BertModel
 
@@ -35,7 +35,7 @@ def make_encoder(folder: Path) -> Path:
 
 
 def make_adapter(folder: Path, model: Path, rank: int = 8) -> Path:
-    """A LoRA adapter of a model of `make_model`; returns its folder."""
+    """Creates a LoRA adapter for a model of `make_model`; returns its folder."""
     import json
 
     import torch

@@ -1,9 +1,9 @@
-"""An inference server without a model, for tests of what goes wrong: it starts in half a second and decodes by sleeping.
+"""An inference server without a model, for failure tests: it starts in half a second and decodes by sleeping.
 
     python tests/support/toy_server.py PORT          serves until it is killed
 
-Requests are batched by a loop of its own, hand-instrumented. What else it is to do (fork, spawn, …) it is told over HTTP.
-Its other half, `Toy`, is the test's end of it.
+A loop of its own, instrumented by hand, batches requests. Other actions (fork, spawn, …) are requested over HTTP.
+`Toy` is the test's side of it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Job:
 
 
 class Loop(threading.Thread):
-    """Batches whatever is waiting; every step takes `step_s`."""
+    """Batches the waiting requests; every step takes `step_s`."""
 
     def __init__(self, step_s: float) -> None:
         super().__init__(daemon=True)
@@ -75,7 +75,7 @@ class Loop(threading.Thread):
 
 
 def answer(loop: Loop | None, headers: dict[str, str], body: dict[str, Any]) -> dict[str, Any]:
-    """One request; without a loop (a forked child) it makes its own steps."""
+    """Serves one request; without a loop (a forked child) it runs its own steps."""
     tokens = int(body.get("tokens", 3))
     with otel_infer.request("chat", model="toy", headers=headers) as request:
         with otel_infer.stage("tokenize"):
@@ -102,12 +102,12 @@ def answer(loop: Loop | None, headers: dict[str, str], body: dict[str, Any]) -> 
 
 
 def fork(body: dict[str, Any]) -> int:
-    """A child in the midst of a request; it states facts of its own and says something of its parent's."""
+    """Forks a child during a request; the child records events of its own and an attribute on its parent's span."""
     child = os.fork()
     if child:
         return child
     status = 1
-    faulthandler.dump_traceback_later(20.0)  # a child that hangs says where
+    faulthandler.dump_traceback_later(20.0)  # shows where a child hangs
     try:
         if "uid" in body:
             os.setgid(body["uid"])
@@ -122,7 +122,7 @@ def fork(body: dict[str, Any]) -> int:
 
 
 def in_a_process_of_its_own(headers: dict[str, str]) -> None:
-    """What a spawned process does."""
+    """Runs in a spawned process."""
     otel_infer.instrument()
     answer(None, headers, {"tokens": 3})
 
@@ -136,7 +136,7 @@ def spawn(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def state(body: dict[str, Any]) -> dict[str, Any]:
-    """What the server knows of itself."""
+    """Returns the server's own state."""
     from otel_infer._bootstrap.install import installation
     from otel_infer.ringbuffer.recorder import recorder
 
@@ -150,7 +150,7 @@ def state(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def again(body: dict[str, Any]) -> dict[str, Any]:
-    """What running a notebook's first cell again comes to."""
+    """Instruments again, as running a notebook's first cell again does."""
     otel_infer.uninstrument()
     return {"instrumented": otel_infer.instrument()}
 
@@ -189,7 +189,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Silent."""
+        """Logs nothing."""
 
 
 def main() -> None:
@@ -203,11 +203,11 @@ def main() -> None:
         server.serve_forever(0.02)
 
 
-# ── the test's end ───────────────────────────────────────────────────────────────────────────────────────────────
+# ── the test's side ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class Reply(NamedTuple):
-    """What a client got, and the trace it belongs to. `status` 0: the connection broke."""
+    """A client's response and its trace. `status` 0: the connection broke."""
 
     status: int
     trace_id: str
@@ -217,14 +217,14 @@ class Reply(NamedTuple):
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
+    """Returns a port without a listener."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def processes(mark: str) -> dict[int, bytes]:
-    """The living processes that were started with this mark in their environment, with their command lines."""
+    """Returns the living processes with this mark in their environment, with their command lines."""
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -234,7 +234,7 @@ def processes(mark: str) -> dict[int, bytes]:
 
 
 def until(reached: Any, timeout: float = 15.0, every: float = 0.02) -> Any:
-    """What `reached()` returns once it is true; fails after `timeout` s."""
+    """Returns the value of `reached()` once it is true; fails after `timeout` s."""
     deadline = time.monotonic() + timeout
     while not (result := reached()):
         assert time.monotonic() < deadline, "never happened"
@@ -243,14 +243,14 @@ def until(reached: Any, timeout: float = 15.0, every: float = 0.02) -> Any:
 
 
 def traceparent(flags: str | None = "01") -> tuple[str, str, dict[str, str]]:
-    """Trace id, span id, and the header that says them with these flags (None: no header)."""
+    """Returns trace id, span id, and the `traceparent` header with these flags (None: no header)."""
     trace_id, span_id = secrets.token_hex(16), secrets.token_hex(8)
     said = {"traceparent": f"00-{trace_id}-{span_id}-{flags}"} if flags is not None else {}
     return trace_id, span_id, said
 
 
 class Toy:
-    """A toy server in processes that are marked, so that each of them is found and ended, whatever became of it."""
+    """A toy server in marked processes, so that each of them can be found and ended."""
 
     def __init__(self, log: Path, environ: Mapping[str, str], launcher: Sequence[str] = ()) -> None:
         self.port, self.log, self.mark = free_port(), log, secrets.token_hex(8)
@@ -261,7 +261,7 @@ class Toy:
         self.folder: Path | None = None
 
     def start(self, timeout: float = 30.0, **options: Any) -> Toy:
-        """Starts it and waits until it answers."""
+        """Starts it and waits until it responds."""
         options = {"start_new_session": True, "stdin": subprocess.DEVNULL, **options}
         with self.log.open("ab") as output:
             self.process = subprocess.Popen(
@@ -271,11 +271,11 @@ class Toy:
         return self
 
     def wait_until_ready(self, timeout: float = 30.0) -> None:
-        """Until it answers; the error says what it said if it does not."""
+        """Waits until it responds; an error contains its output."""
         deadline = time.monotonic() + timeout
         while self.ask("/state").status != 200:
-            assert self.process is None or self.process.poll() is None, f"it ended:\n{self.said()}"
-            assert time.monotonic() < deadline, f"it did not get ready:\n{self.said()}"
+            assert self.process is None or self.process.poll() is None, f"it exited:\n{self.said()}"
+            assert time.monotonic() < deadline, f"it was not ready in time:\n{self.said()}"
             time.sleep(0.02)
 
     def ask(
@@ -285,7 +285,7 @@ class Toy:
         timeout: float = 30.0,
         flags: str | None = "01",
     ) -> Reply:
-        """One request with a `traceparent` of its own, with these flags; None: without one."""
+        """Sends one request with a `traceparent` of its own, with these flags (None: without one)."""
         trace_id, parent_id, headers = traceparent(flags)
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout)
         began = time.perf_counter()
@@ -304,7 +304,7 @@ class Toy:
         return self.ask("/chat", {"tokens": tokens, **body}, flags=flags)
 
     def state(self) -> dict[str, Any]:
-        """What it knows of itself; remembers its folder, to be looked at when it is gone."""
+        """Returns the server's state; remembers its folder for checks after it ended."""
         known = self.ask("/state").body
         if known.get("folder"):
             self.folder = Path(known["folder"])
@@ -312,7 +312,7 @@ class Toy:
 
     @contextlib.contextmanager
     def load(self, threads: int = 4, tokens: int = 5) -> Iterator[list[Reply]]:
-        """Requests without a pause, from so many clients, as long as the block lasts; their replies."""
+        """Sends requests from `threads` clients as long as the block lasts; yields their replies."""
         replies: list[Reply] = []
         over = threading.Event()
 
@@ -336,7 +336,7 @@ class Toy:
         return [pid for pid, command in processes(self.mark).items() if SIDECAR in command]
 
     def sidecar(self) -> int:
-        """The one sidecar there is, once there is one."""
+        """Waits for the single sidecar; returns its process id."""
         (pid,) = until(self.sidecars)
         return int(pid)
 
@@ -344,18 +344,18 @@ class Toy:
         return self.log.read_text(errors="replace") if self.log.exists() else ""
 
     def kill(self, number: int = signal.SIGKILL) -> None:
-        """Sends a signal to the process that answers, not to its launcher."""
+        """Sends a signal to the serving process, not to its launcher."""
         os.kill(self.state()["pid"], number)
 
     def wait(self, timeout: float = 20.0) -> int:
-        """The exit status of what was started; it may take the sidecar a moment longer, which is waited for too."""
+        """Waits for the started process and its sidecar; returns the exit status."""
         assert self.process is not None
         status = self.process.wait(timeout)
         until(lambda: not processes(self.mark), timeout)
         return status
 
     def stop(self, number: int = signal.SIGTERM) -> int:
-        """Ends it politely; its exit status."""
+        """Stops it with a signal; returns its exit status."""
         assert self.process is not None
         self.process.send_signal(number)
         return self.wait()
@@ -364,7 +364,7 @@ class Toy:
         return self.start()
 
     def __exit__(self, *_: object) -> None:
-        """Nothing is left, whatever the test did."""
+        """Ends all of its processes."""
         for pid in processes(self.mark):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

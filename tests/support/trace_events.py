@@ -1,8 +1,8 @@
-"""Chrome's trace event format as its readers take it, and no more of it than we write: slices, counters, names.
+"""Checks Chrome's trace event format as its readers take it: slices, counters, names.
 
-What the format's description ("Trace Event Format", the JSON object form) says of these three, read strictly: which fields
-there are and of which type, that names are of tracks which exist, and that the slices of a track nest. Readers differ in how
-they compute an end: some add floating numbers, Perfetto makes integers of ns by cutting off. By either, slices have to nest.
+It follows the format's description ("Trace Event Format", the JSON object form) strictly: fields and their types, names of
+existing tracks, nested slices. Readers compute an end differently: some add floating point numbers, Perfetto truncates to
+integer ns. Slices have to nest either way.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Event = dict[str, Any]
 
 
 def read_as_trace(text: str) -> list[Event]:
-    """The events of a trace; fails where a reader could take it for something else."""
+    """Returns the events of a trace; fails where a reader could misread it."""
     trace = json.loads(text, parse_constant=_no_constant, object_pairs_hook=_no_key_twice)
     assert set(trace) <= WHOLE and isinstance(trace["traceEvents"], list)
     assert trace["displayTimeUnit"] in ("ms", "ns")
@@ -41,11 +41,11 @@ def read_as_trace(text: str) -> list[Event]:
 
 
 def _no_constant(word: str) -> None:
-    raise AssertionError(f"{word} is no JSON")
+    raise AssertionError(f"{word} is not JSON")
 
 
 def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    assert len(dict(pairs)) == len(pairs), f"a key twice: {pairs}"
+    assert len(dict(pairs)) == len(pairs), f"duplicate key: {pairs}"
     return dict(pairs)
 
 
@@ -65,7 +65,7 @@ def _check(event: Event) -> None:
 
 
 def _check_names(events: list[Event]) -> None:
-    """Each process and track with something on it has one name, and none has two."""
+    """Checks that each process and track in use has exactly one name."""
     said = [(e["name"], e["pid"], e["tid"]) for e in events if e["ph"] == "M"]
     assert len(said) == len(set(said))
     for event in events:
@@ -74,7 +74,7 @@ def _check_names(events: list[Event]) -> None:
 
 
 def _check_counters(events: list[Event]) -> None:
-    """A counter has the same series all along, and its values come in order of time."""
+    """Checks that a counter keeps its series, and that its values are in order of time."""
     counters: dict[tuple[int, str], list[Event]] = defaultdict(list)
     for event in events:
         if event["ph"] == "C":
@@ -85,7 +85,7 @@ def _check_counters(events: list[Event]) -> None:
 
 
 def _check_nesting(events: list[Event], made: Any) -> None:
-    """Slices of a track lie beside or inside each other, in the order in which they are told."""
+    """Checks that slices of a track are in order, beside or inside each other."""
     tracks: dict[tuple[int, int], list[Event]] = defaultdict(list)
     for event in events:
         if event["ph"] == "X":
@@ -98,6 +98,6 @@ def _check_nesting(events: list[Event], made: Any) -> None:
             assert begin >= last
             while ends and ends[-1] <= begin:
                 ends.pop()
-            assert not ends or end <= ends[-1], f"one slice cuts another: {event}"
+            assert not ends or end <= ends[-1], f"overlapping slices: {event}"
             ends.append(end)
             last = begin

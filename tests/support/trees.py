@@ -1,4 +1,4 @@
-"""The spans of one trace as an OTLP receiver got them, and drawn."""
+"""The spans of one trace as an OTLP receiver got them, and as a drawn tree."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.support.otlp_receiver import OtlpReceiver
 
 
 def tree(spans: list[dict[str, Any]], parent: str, depth: int = 0) -> list[str]:
-    """The spans below `parent`, indented, in order of time; steps in a row are counted."""
+    """Returns the spans below `parent`, indented, in order of time; consecutive steps are counted."""
     lines: list[str] = []
     below = sorted((s for s in spans if s["parent_span_id"] == parent), key=lambda s: (s["start"], -s["end"]))
     for span in below:
@@ -24,7 +24,7 @@ def tree(spans: list[dict[str, Any]], parent: str, depth: int = 0) -> list[str]:
 
 
 def trace(receiver: OtlpReceiver, trace_id: str, request: str) -> list[dict[str, Any]]:
-    """All spans of a trace, once its root and the span of this name are there: two exporters may have sent them."""
+    """Returns all spans of a trace once its root and the span `request` arrived, perhaps from two exporters."""
 
     def there(it: OtlpReceiver) -> bool:
         spans = [span for span in it.spans if span["trace_id"] == trace_id]

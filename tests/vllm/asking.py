@@ -19,7 +19,7 @@ RESPONSES, EMBEDDINGS, METRICS = "/v1/responses", "/v1/embeddings", "/metrics"
 
 
 class Answer(NamedTuple):
-    """`events`: of a stream, decoded. `at`: when each came, monotonic ns, as `sent_at`."""
+    """`events`: decoded events of a stream. `at`: their arrival, monotonic ns, as `sent_at`."""
 
     status: int
     trace_id: str
@@ -31,11 +31,11 @@ class Answer(NamedTuple):
 
 
 def prompt(words: int, word: str = "time") -> str:
-    """As many tokens as words, nearly."""
+    """Returns a prompt of about as many tokens as words."""
     return " ".join([word] * words)
 
 
-def ask(
+def send_request(
     port: int,
     path: str,
     *,
@@ -44,9 +44,9 @@ def ask(
     headers: dict[str, str] | None = None,
     **body: Any,
 ) -> Answer:
-    """One request with a `traceparent` of its own.
+    """Sends one request with a `traceparent` of its own.
 
-    The client goes away after so many events, or after so many s whether there was an answer or not.
+    The client disconnects after `close_after` events, or after `close_in` s even without a response.
     """
     trace_id, parent_id = secrets.token_hex(16), secrets.token_hex(8)
     sent = {
@@ -81,39 +81,39 @@ def ask(
 
 
 def texts(answer: Answer) -> list[str]:
-    """What a streamed chat or completion said."""
+    """Returns the texts of a streamed chat or completion."""
     choices = [choice for event in answer.events for choice in event.get("choices", ())]
     return [
         text for choice in choices if (text := choice.get("text") or choice.get("delta", {}).get("content"))
     ]
 
 
-class Asking:
+class ConcurrentRequests:
     """Requests in threads of their own; `answers` waits for all."""
 
     def __init__(self) -> None:
         self._threads: list[threading.Thread] = []
         self._answers: dict[int, Answer] = {}
 
-    def ask(self, *args: Any, **kwargs: Any) -> None:
-        """As `ask`, at once."""
+    def send_request(self, *args: Any, **kwargs: Any) -> None:
+        """Calls `send_request` in a new thread."""
         number = len(self._threads)
 
         def go() -> None:
-            self._answers[number] = ask(*args, **kwargs)
+            self._answers[number] = send_request(*args, **kwargs)
 
         self._threads.append(threading.Thread(target=go, daemon=True))
         self._threads[-1].start()
 
     def answers(self) -> list[Answer]:
-        """All of them, in the order in which they were asked."""
+        """Returns all responses, in the order of sending."""
         for thread in self._threads:
             thread.join(120)
         return [self._answers[number] for number in range(len(self._threads))]
 
 
 def counters(port: int) -> dict[str, float]:
-    """vLLM's own metrics: sums over the labels of each, but for `le`."""
+    """Returns vLLM's own metrics, summed over the labels of each except `le`."""
     found: dict[str, float] = {}
     for line in _scraped(port).splitlines():
         if line and not line.startswith("#") and 'le="' not in line:
@@ -123,7 +123,7 @@ def counters(port: int) -> dict[str, float]:
 
 
 def block_size(port: int) -> int:
-    """Tokens, as vLLM's own metrics say."""
+    """Returns the tokens per KV block, from vLLM's own metrics."""
     return int(re.findall(r'[{,]block_size="(\d+)"', _scraped(port))[0])
 
 
@@ -135,9 +135,9 @@ def _scraped(port: int) -> str:
     return text
 
 
-def eventually(is_so: Callable[[], object], timeout: float = 15.0) -> bool:
-    """Whether it came true in time."""
+def eventually(condition: Callable[[], object], timeout: float = 15.0) -> bool:
+    """Returns whether the condition became true in time."""
     deadline = time.monotonic() + timeout
-    while not (found := bool(is_so())) and time.monotonic() < deadline:
+    while not (found := bool(condition())) and time.monotonic() < deadline:
         time.sleep(0.05)
     return found

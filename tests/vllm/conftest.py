@@ -1,4 +1,4 @@
-"""These run in an environment of their own (`make test-vllm`): elsewhere they are not collected."""
+"""Tests that run in an environment of their own (`make test-vllm`) and are not collected elsewhere."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def receiver() -> Iterator[OtlpReceiver]:
 def serve(
     receiver: OtlpReceiver, tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Serve]:
-    """Starts servers that end with the module: every step of every request is kept."""
+    """Starts servers that end with the module; every step of every request is exported."""
     servers: list[Server] = []
 
     def start(*options: str, environ: dict[str, str] | None = None, **how: Any) -> Server:
         log = tmp_path_factory.mktemp("vllm") / "server.log"
-        said = {**receiver.environ, "OTEL_INFER_STEPS": "all", **(environ or {})}
-        server = vllm_serve(how.pop("model", tiny_llama), log, said, *options, **how)
+        variables = {**receiver.environ, "OTEL_INFER_STEPS": "all", **(environ or {})}
+        server = vllm_serve(how.pop("model", tiny_llama), log, variables, *options, **how)
         servers.append(server)
         return server.start(READY_S)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from tests.support.served import RUN, Server, free_port
 
 STALL = "OTEL_INFER_TEST_STALL"
-"""Names the file through which a step is held up."""
+"""Names the environment variable with the path of the stall file."""
 
 ROOT = Path(__file__).parents[2]
 ENVIRON = {
@@ -25,33 +25,33 @@ ENVIRON = {
 READY_S = 240.0
 MODEL = "tiny"
 SEQUENCES = 8
-"""That run at once."""
+"""Sequences that run at once."""
 
 
 def command(model: Path, port: int) -> list[str]:
-    """vLLM's OpenAI server."""
-    asked = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
-    asked += f"--served-model-name {MODEL} --host 127.0.0.1 --port {port} --dtype float32".split()
-    return asked + f"--max-model-len 512 --max-num-seqs {SEQUENCES} --enforce-eager".split()
+    """Returns the command of vLLM's OpenAI server."""
+    arguments = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+    arguments += f"--served-model-name {MODEL} --host 127.0.0.1 --port {port} --dtype float32".split()
+    return arguments + f"--max-model-len 512 --max-num-seqs {SEQUENCES} --enforce-eager".split()
 
 
 def vllm_serve(
     model: Path, log: Path, environ: Mapping[str, str], *options: str, launcher: Sequence[str] = RUN
 ) -> Server:
-    """vLLM's OpenAI server behind a launcher; not started."""
+    """Returns vLLM's OpenAI server behind a launcher, not started."""
     port = free_port()
     stall = {STALL: str(log.with_suffix(".stall"))}
     return Server([*launcher, *command(model, port), *options], port, log, {**ENVIRON, **stall, **environ})
 
 
 def engine_core(server: Server) -> int:
-    """The process id of its engine core, as vLLM's log names it."""
+    """Returns the process id of the engine core, from vLLM's log."""
     found = re.findall(r"\(EngineCore\S* pid=(\d+)\)", server.log.read_text(errors="replace"))
     return int(found[-1])
 
 
 def sidecars(server: Server) -> list[int]:
-    """The process ids of its sidecars."""
+    """Returns the process ids of the server's sidecars."""
     mark = f"{STALL}={server.log.with_suffix('.stall')}".encode()
     found = []
     for folder in Path("/proc").glob("[0-9]*"):

@@ -1,9 +1,11 @@
-"""Schedulers whose steps can be held up from outside: `--scheduler-cls tests.vllm.stalling.Asynchronous`.
+"""Schedulers whose steps a test can delay: `--scheduler-cls tests.vllm.stalling.Asynchronous`.
 
-What is written into the file that STALL names is done once: `prefill 300 1`: the next step with a new prompt, of 1 member
-at least, takes 300 ms longer; `decode 80 3`: the next one without, of 3 at least; `execution 80 1`: that one's model, and
-not its results. Meanwhile the file is called `.stalling`; then `.done`, which says when it was over (monotonic ns) and in
-which step of whom.
+The environment variable STALL names a file with one command, which is done once:
+`prefill 300 1` delays the next step with a new prompt and at least 1 member by 300 ms;
+`decode 80 3` delays the next step without a new prompt and with at least 3 members by 80 ms;
+`execution 80 1` delays the model of such a step, but not its results.
+
+During the delay the file is called `.stalling`, then `.done`, with the end (monotonic ns) and the members of the step.
 """
 
 from __future__ import annotations
@@ -22,14 +24,14 @@ from tests.vllm.serving import STALL
 
 class _Stalling:
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        """As a model would that takes longer: what arrives meanwhile is taken up before its tokens are."""
+        """Delays like a slow model: requests that arrive meanwhile are scheduled before its tokens arrive."""
         scheduled = super().schedule(*args, **kwargs)  # type: ignore[misc]
         if scheduled.num_scheduled_tokens and not scheduled.scheduled_new_reqs:
             _stall(scheduled, "execution")
         return scheduled
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
-        """As a step would that takes longer: the engine's thread waits for it."""
+        """Delays like a slow step: the engine's thread waits for it."""
         if scheduler_output.num_scheduled_tokens:
             _stall(scheduler_output, "prefill" if scheduler_output.scheduled_new_reqs else "decode")
         return super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
@@ -50,8 +52,8 @@ def _stall(output: Any, now: str) -> None:
 
 
 class Asynchronous(_Stalling, AsyncScheduler):
-    """vLLM's default, held up."""
+    """vLLM's default scheduler, with delays."""
 
 
 class Synchronous(_Stalling, Scheduler):
-    """For `--no-async-scheduling`."""
+    """The scheduler for `--no-async-scheduling`, with delays."""

@@ -1,4 +1,4 @@
-"""Holds up a step of a server from outside: the test's side of `stalling`."""
+"""Delays a step of a server: the test's side of `stalling`."""
 
 from __future__ import annotations
 
@@ -10,20 +10,19 @@ from tests.support.toy_server import until
 
 
 def stall(server: Server, kind: str, length_ms: int, members: int = 1) -> None:
-    """The next step of this kind, with so many members at least, takes so much longer, if the server's scheduler is one of
-    `stalling`."""
-    unseen = server.log.with_suffix(".new")
-    unseen.write_text(f"{kind} {length_ms} {members}")
-    unseen.rename(server.log.with_suffix(".stall"))
+    """Delays the next step of this kind with at least `members` members; needs a scheduler of `stalling`."""
+    new_file = server.log.with_suffix(".new")
+    new_file.write_text(f"{kind} {length_ms} {members}")
+    new_file.rename(server.log.with_suffix(".stall"))
 
 
 def stalling(server: Server) -> None:
-    """Returns while that step is held up."""
+    """Returns while that step is being delayed."""
     until(server.log.with_suffix(".stalling").exists)
 
 
 def stalled(server: Server) -> dict[str, Any]:
-    """Which step was held up, once it is over."""
+    """Returns which step was delayed, once it is over."""
     path = server.log.with_suffix(".done")
     until(path.exists)
     done: dict[str, Any] = json.loads(path.read_text())

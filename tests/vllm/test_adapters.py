@@ -11,7 +11,7 @@ from tests.support.otlp_receiver import OtlpReceiver
 from tests.support.served import Server
 from tests.support.tiny import make_adapter
 from tests.support.trees import trace
-from tests.vllm.asking import COMPLETIONS, ask, eventually, prompt
+from tests.vllm.asking import COMPLETIONS, eventually, prompt, send_request
 from tests.vllm.conftest import Serve
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(400)]
@@ -29,10 +29,12 @@ def server(serve: Serve, tiny_llama: Path, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.mark.parametrize(("model", "tenant"), [("tiny", None), ("customer", "customer")])
-def test_an_adapter_is_the_model_of_the_request_and_its_tenant(
+def test_an_adapter_is_the_requests_model_and_tenant(
     server: Server, receiver: OtlpReceiver, model: str, tenant: str | None
 ) -> None:
-    answer = ask(server.port, COMPLETIONS, model=model, prompt=prompt(8), max_tokens=4, ignore_eos=True)
+    answer = send_request(
+        server.port, COMPLETIONS, model=model, prompt=prompt(8), max_tokens=4, ignore_eos=True
+    )
     assert answer.status == 200, answer.body
     name = f"text_completion {model}"
     spans = trace(receiver, answer.trace_id, name)
@@ -42,11 +44,11 @@ def test_an_adapter_is_the_model_of_the_request_and_its_tenant(
     assert [span["name"] for span in spans].count(semconv.SPAN_DECODE_STEP) == 3
 
 
-def test_each_of_two_workers_says_what_it_takes(server: Server, receiver: OtlpReceiver) -> None:
-    ask(server.port, COMPLETIONS, prompt=prompt(8), max_tokens=4, ignore_eos=True)
+def test_each_of_two_workers_reports_its_step_times(server: Server, receiver: OtlpReceiver) -> None:
+    send_request(server.port, COMPLETIONS, prompt=prompt(8), max_tokens=4, ignore_eos=True)
 
     def executed() -> dict[int, int]:
-        """Steps by rank, as last told."""
+        """Returns the steps by rank, as last exported."""
         steps: dict[int, int] = {}
         for metric in receiver.metrics:
             if metric["name"] == semconv.STEP_EXECUTION.name:

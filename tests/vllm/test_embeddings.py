@@ -1,4 +1,4 @@
-"""Models that generate nothing."""
+"""Models that generate no tokens."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from otel_infer import semconv
 from tests.support.arrivals import assert_nothing_came_twice
 from tests.support.otlp_receiver import OtlpReceiver
 from tests.support.trees import trace, tree
-from tests.vllm.asking import EMBEDDINGS, ask, prompt
+from tests.vllm.asking import EMBEDDINGS, prompt, send_request
 from tests.vllm.conftest import Serve
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
 
 
-def test_an_embedding_is_a_queue_and_its_prompt(serve: Serve, receiver: OtlpReceiver) -> None:
+def test_an_embedding_has_a_queue_and_a_prefill(serve: Serve, receiver: OtlpReceiver) -> None:
     server = serve("--runner", "pooling")
     for texts in ([prompt(12)], [prompt(12), prompt(200)]):
-        answer = ask(server.port, EMBEDDINGS, input=texts)
+        answer = send_request(server.port, EMBEDDINGS, input=texts)
         assert answer.status == 200 and len(answer.body["data"]) == len(texts), answer.body
         spans = trace(receiver, answer.trace_id, "embeddings tiny")
         stages = [line for line in tree(spans, answer.parent_id) if "step" not in line]

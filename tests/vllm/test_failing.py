@@ -1,4 +1,4 @@
-"""What goes wrong around a real vLLM server, and what is left of it; the last test ends the server."""
+"""Failures around a real vLLM server, and the exported traces; the last test ends the server."""
 
 from __future__ import annotations
 
@@ -16,50 +16,50 @@ from tests.support.arrivals import arrived, assert_nothing_came_twice, requests_
 from tests.support.otlp_receiver import OtlpReceiver
 from tests.support.served import Server
 from tests.support.toy_server import until
-from tests.vllm.asking import CHAT, Answer, Asking, ask, counters, prompt
+from tests.vllm.asking import CHAT, Answer, ConcurrentRequests, counters, prompt, send_request
 from tests.vllm.conftest import Serve
 from tests.vllm.serving import engine_core, sidecars
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
-SAID = [{"role": "user", "content": prompt(8)}]
+MESSAGES = [{"role": "user", "content": prompt(8)}]
 
 
 @pytest.fixture(scope="module")
 def server(serve: Serve) -> Server:
-    """Forked from its front end, as where nothing forbids it."""
+    """Starts a server that forks its engine core."""
     server = serve(environ={"VLLM_WORKER_MULTIPROCESSING_METHOD": "fork"})
-    ask(server.port, CHAT, messages=SAID, max_tokens=2)
+    send_request(server.port, CHAT, messages=MESSAGES, max_tokens=2)
     return server
 
 
-def load(server: Server, requests: int = 6, tokens: int = 60) -> Asking:
-    asking = Asking()
+def load(server: Server, requests: int = 6, tokens: int = 60) -> ConcurrentRequests:
+    client = ConcurrentRequests()
     for _ in range(requests):
-        asking.ask(server.port, CHAT, messages=SAID, max_tokens=tokens, ignore_eos=True)
-    return asking
+        client.send_request(server.port, CHAT, messages=MESSAGES, max_tokens=tokens, ignore_eos=True)
+    return client
 
 
-def under_way(server: Server, requests: int, tokens: int) -> Asking:
-    """A load of which each has a hundred tokens, nearly, whatever the machine's pace."""
+def start_load(server: Server, requests: int, tokens: int) -> ConcurrentRequests:
+    """Starts requests; returns once they have about a hundred tokens each."""
     before = generated(server)
-    asking = load(server, requests, tokens)
+    client = load(server, requests, tokens)
     until(lambda: generated(server) - before >= 100 * requests, every=0)
-    return asking
+    return client
 
 
 def generated(server: Server) -> float:
-    """Tokens so far, as vLLM counts them."""
+    """Returns the tokens generated so far, as counted by vLLM."""
     return counters(server.port)["vllm:generation_tokens_total"]
 
 
 def served(answers: list[Answer]) -> list[str]:
-    """Their traces; all were answered, and well."""
+    """Returns the trace ids; checks that every response has status 200."""
     assert [answer.status for answer in answers] == [200] * len(answers)
     return [answer.trace_id for answer in answers]
 
 
-def whole(receiver: OtlpReceiver, traces: list[str], tokens: int = 60) -> None:
-    """Each has arrived once, with a step for every token after the first."""
+def check_complete(receiver: OtlpReceiver, traces: list[str], tokens: int = 60) -> None:
+    """Checks that each request arrived once, with a step for every token after the first."""
     for request in arrived(receiver, *traces):
         assert request["attributes"]["gen_ai.usage.output_tokens"] == tokens
         steps = steps_of(receiver, request["trace_id"])
@@ -71,24 +71,26 @@ def steps_of(receiver: OtlpReceiver, trace_id: str) -> list[dict[str, Any]]:
     return [s for s in receiver.spans if s["trace_id"] == trace_id and s["name"] == semconv.SPAN_DECODE_STEP]
 
 
-def test_a_forked_engine_core_is_told_whole(server: Server, receiver: OtlpReceiver) -> None:
-    whole(receiver, served(load(server).answers()))
+def test_a_forked_engine_core_exports_every_request_completely(
+    server: Server, receiver: OtlpReceiver
+) -> None:
+    check_complete(receiver, served(load(server).answers()))
     assert len(sidecars(server)) == 1
 
 
-def test_a_sidecar_killed_under_load_is_replaced_and_nothing_is_told_twice(
+def test_a_killed_sidecar_is_replaced_without_duplicate_exports(
     server: Server, receiver: OtlpReceiver
 ) -> None:
     (first,) = sidecars(server)
-    across = under_way(server, requests=6, tokens=400)
+    across = start_load(server, requests=6, tokens=400)
     os.kill(first, signal.SIGKILL)
     (second,) = until(lambda: [pid for pid in sidecars(server) if pid != first])
     assert second != first
     traces = served(across.answers())
-    whole(receiver, traces, 400)
+    check_complete(receiver, traces, 400)
 
 
-def test_a_stopped_sidecar_stops_nobody(server: Server, receiver: OtlpReceiver) -> None:
+def test_a_stopped_sidecar_delays_no_request(server: Server, receiver: OtlpReceiver) -> None:
     (sidecar,) = sidecars(server)
     os.kill(sidecar, signal.SIGSTOP)
     try:
@@ -97,12 +99,10 @@ def test_a_stopped_sidecar_stops_nobody(server: Server, receiver: OtlpReceiver) 
         assert time.monotonic() - began < 10
     finally:
         os.kill(sidecar, signal.SIGCONT)
-    whole(receiver, traces)
+    check_complete(receiver, traces)
 
 
-def test_a_server_whose_ring_folder_is_taken_away_serves_on_and_makes_another(
-    server: Server, receiver: OtlpReceiver
-) -> None:
+def test_a_server_recreates_a_deleted_ring_folder(server: Server, receiver: OtlpReceiver) -> None:
     (sidecar,) = sidecars(server)
     links = [os.readlink(link) for link in Path(f"/proc/{sidecar}/fd").iterdir()]
     folders = {Path(link).parent for link in links if "/otel_infer-" in link}
@@ -112,16 +112,14 @@ def test_a_server_whose_ring_folder_is_taken_away_serves_on_and_makes_another(
     until(lambda: served(load(server, tokens=10).answers()) and sidecars(server) not in ([], [sidecar]))
     traces = served(load(server).answers())
     assert receiver.wait_for(lambda it: set(traces) <= set(requests_of(it)))
-    whole(receiver, served(load(server).answers()))
+    check_complete(receiver, served(load(server).answers()))
     assert "Traceback" not in server.log.read_text(errors="replace")
 
 
-def test_requests_in_an_engine_core_that_is_killed_are_reported(
-    server: Server, receiver: OtlpReceiver
-) -> None:
-    asking = under_way(server, requests=4, tokens=450)
+def test_requests_in_a_killed_engine_core_are_exported(server: Server, receiver: OtlpReceiver) -> None:
+    client = start_load(server, requests=4, tokens=450)
     os.kill(engine_core(server), signal.SIGKILL)
-    answers = asking.answers()
+    answers = client.answers()
     assert all(answer.status == 500 for answer in answers)
     for request in arrived(receiver, *[answer.trace_id for answer in answers]):
         attributes = request["attributes"]

@@ -1,5 +1,7 @@
-"""What is fetched for a prompt, by vLLM's own connector and renderer. No server: vLLM's multimodal models need torchvision, which
-has no build that goes with vLLM's for the CPU."""
+"""Media fetched for a prompt, by vLLM's own connector and renderer.
+
+There is no server here: vLLM's multimodal models need torchvision, which has no build for vLLM's CPU release.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ PIXEL = (200, 30, 30)
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    """Of a picture on another server."""
+    """Serves a picture; returns its URL."""
     from PIL import Image
 
     picture = BytesIO()
@@ -46,7 +48,7 @@ def url() -> Iterator[str]:
     server.server_close()
 
 
-def test_a_picture_is_fetched_and_prepared_in_stages_of_the_request(url: str) -> None:
+def test_fetching_and_preparing_a_picture_are_stages(url: str) -> None:
     from vllm.multimodal.media.connector import MediaConnector
     from vllm.renderers.base import BaseRenderer
 

@@ -1,4 +1,4 @@
-"""What is said of requests is so: against an engine that is held up, and against vLLM's own counters."""
+"""Exported values are compared with a delayed engine and with vLLM's own counters."""
 
 from __future__ import annotations
 
@@ -17,7 +17,17 @@ from tests.support.otlp_receiver import OtlpReceiver
 from tests.support.served import Server
 from tests.support.toy_server import until
 from tests.support.trees import trace
-from tests.vllm.asking import CHAT, COMPLETIONS, METRICS, Answer, Asking, ask, block_size, counters, prompt
+from tests.vllm.asking import (
+    CHAT,
+    COMPLETIONS,
+    METRICS,
+    Answer,
+    ConcurrentRequests,
+    block_size,
+    counters,
+    prompt,
+    send_request,
+)
 from tests.vllm.conftest import Serve
 from tests.vllm.stalls import stall, stalled, stalling
 
@@ -28,15 +38,15 @@ FEW_BLOCKS = "--block-size 32 --num-gpu-blocks-override 12 --max-num-batched-tok
 
 @pytest.fixture(scope="module")
 def server(serve: Serve) -> Server:
-    """One step at a time, and KV blocks for a few requests only."""
+    """Starts a server with one step at a time and KV blocks for a few requests only."""
     options = ["--no-async-scheduling", "--scheduler-cls", "tests.vllm.stalling.Synchronous"]
     server = serve(*options, *FEW_BLOCKS.split(), environ={"OTEL_METRIC_EXPORT_INTERVAL": "500"})
     for _ in range(2):
-        ask(server.port, CHAT, messages=said(4), max_tokens=4, stream=True)
+        send_request(server.port, CHAT, messages=messages(4), max_tokens=4, stream=True)
     return server
 
 
-def said(words: int) -> list[dict[str, str]]:
+def messages(words: int) -> list[dict[str, str]]:
     return [{"role": "user", "content": prompt(words)}]
 
 
@@ -48,49 +58,47 @@ def named(spans: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
     return [span for span in spans if span["name"] == name]
 
 
-def test_the_hidden_queue_is_the_rest_of_the_step_that_a_request_arrived_in(
-    server: Server, receiver: OtlpReceiver
-) -> None:
+def test_hidden_queue_is_the_rest_of_the_step(server: Server, receiver: OtlpReceiver) -> None:
     stall(server, "prefill", 300)
-    asking = Asking()
-    asking.ask(server.port, CHAT, messages=said(8), max_tokens=12, stream=True)
+    client = ConcurrentRequests()
+    client.send_request(server.port, CHAT, messages=messages(8), max_tokens=12, stream=True)
     stalling(server)
     time.sleep(0.1)
-    asking.ask(server.port, CHAT, messages=said(8), max_tokens=12, stream=True)
-    one, other = (spans_of(receiver, answer) for answer in asking.answers())
-    (prefill,), (queue,) = named(one, "prefill"), named(other, "queue")
+    client.send_request(server.port, CHAT, messages=messages(8), max_tokens=12, stream=True)
+    first, second = (spans_of(receiver, answer) for answer in client.answers())
+    (prefill,), (queue,) = named(first, "prefill"), named(second, "queue")
     rest_ms = (prefill["end"] - queue["start"]) / MS
     assert 100 < rest_ms < 250
     assert queue["attributes"][semconv.QUEUE_HIDDEN] * 1e3 == pytest.approx(rest_ms, abs=5)
-    (request,) = named(other, "chat tiny")
+    (request,) = named(second, "chat tiny")
     assert request["attributes"]["infer.latency.hidden_queue"] * 1e3 == pytest.approx(rest_ms, abs=5)
     stalled(server)
 
 
-def test_a_step_that_was_held_up_shows_on_exactly_the_requests_in_it(
-    server: Server, receiver: OtlpReceiver
-) -> None:
+def test_a_delayed_step_shows_on_exactly_its_requests(server: Server, receiver: OtlpReceiver) -> None:
     stall(server, "decode", 80, members=3)
-    asking = Asking()
+    client = ConcurrentRequests()
     for _ in range(3):
-        asking.ask(server.port, CHAT, messages=said(4), max_tokens=60, ignore_eos=True, stream=True)
+        client.send_request(
+            server.port, CHAT, messages=messages(4), max_tokens=60, ignore_eos=True, stream=True
+        )
     members = stalled(server)["members"]
-    late = ask(server.port, CHAT, messages=said(4), max_tokens=4, stream=True)
-    answers = [*asking.answers(), late]
+    late = send_request(server.port, CHAT, messages=messages(4), max_tokens=4, stream=True)
+    answers = [*client.answers(), late]
     slow: dict[str, list[int]] = {}
     for answer in answers:
         spans = spans_of(receiver, answer)
         (request,) = named(spans, "chat tiny")
         steps = [s for s in named(spans, "decode step") if s["end"] - s["start"] >= 75 * MS]
         slow[request["attributes"][semconv.RESPONSE_ID]] = [s["attributes"][semconv.STEP_ID] for s in steps]
-    in_it = {request_id for request_id in slow if any(who.startswith(request_id) for who in members)}
+    in_it = {request_id for request_id in slow if any(member.startswith(request_id) for member in members)}
     assert {request_id for request_id, steps in slow.items() if steps} == in_it
     assert len(in_it) == len(members) == 3
     assert len({tuple(steps) for steps in slow.values() if steps}) == 1
 
 
-def test_a_worker_says_what_it_takes_for_each_step(server: Server, receiver: OtlpReceiver) -> None:
-    ask(server.port, CHAT, messages=said(4), max_tokens=20, stream=True)
+def test_a_worker_reports_its_time_for_each_step(server: Server, receiver: OtlpReceiver) -> None:
+    send_request(server.port, CHAT, messages=messages(4), max_tokens=20, stream=True)
     assert receiver.wait_for(lambda it: [m for m in it.metrics if m["name"] == semconv.STEP_EXECUTION.name])
     (point,) = [m for m in receiver.metrics if m["name"] == semconv.STEP_EXECUTION.name][-1]["points"]
     steps = [m for m in receiver.metrics if m["name"] == semconv.STEP_DURATION.name][-1]["points"]
@@ -102,13 +110,13 @@ def test_a_worker_says_what_it_takes_for_each_step(server: Server, receiver: Otl
     assert 0 < point["sum"] < sum(step["sum"] for step in steps)
 
 
-def test_a_request_that_was_preempted_is_kept_and_says_what_it_cost(
-    server: Server, receiver: OtlpReceiver
-) -> None:
-    asking = Asking()
+def test_a_preempted_request_is_sampled_with_its_cost(server: Server, receiver: OtlpReceiver) -> None:
+    client = ConcurrentRequests()
     for _ in range(6):
-        asking.ask(server.port, CHAT, messages=said(20), max_tokens=150, ignore_eos=True, stream=True)
-    answers = asking.answers()
+        client.send_request(
+            server.port, CHAT, messages=messages(20), max_tokens=150, ignore_eos=True, stream=True
+        )
+    answers = client.answers()
     assert [answer.status for answer in answers] == [200] * 6
     requests = arrived(receiver, *[answer.trace_id for answer in answers])
     preempted = [request for request in requests if semconv.PREEMPTIONS in request["attributes"]]
@@ -121,39 +129,42 @@ def test_a_request_that_was_preempted_is_kept_and_says_what_it_cost(
     assert max(span["attributes"].get(semconv.KV_UTILIZATION_END, 0) for span in decodes) > 0.8
 
 
-def test_counts_are_vllms_own(server: Server, receiver: OtlpReceiver) -> None:
+def test_counters_equal_vllms_own(server: Server, receiver: OtlpReceiver) -> None:
     same = prompt(100)
     for _ in range(3):
-        ask(server.port, COMPLETIONS, prompt=same, max_tokens=20, stream=True)
-    gone = ask(server.port, CHAT, messages=said(8), max_tokens=200, stream=True, close_after=4)
+        send_request(server.port, COMPLETIONS, prompt=same, max_tokens=20, stream=True)
+    gone = send_request(server.port, CHAT, messages=messages(8), max_tokens=200, stream=True, close_after=4)
     arrived(receiver, gone.trace_id)
-    theirs = counters(server.port)
+    vllm_values = counters(server.port)
     expected = {
-        ("infer.request.tokens", "input"): theirs["vllm:prompt_tokens_total"],
-        ("infer.request.preemptions", None): theirs["vllm:num_preemptions_total"],
-        ("infer.kv_cache.prefix.queries", None): theirs["vllm:prefix_cache_queries_total"],
-        ("infer.kv_cache.prefix.hits", None): theirs["vllm:prefix_cache_hits_total"],
+        ("infer.request.tokens", "input"): vllm_values["vllm:prompt_tokens_total"],
+        ("infer.request.preemptions", None): vllm_values["vllm:num_preemptions_total"],
+        ("infer.kv_cache.prefix.queries", None): vllm_values["vllm:prefix_cache_queries_total"],
+        ("infer.kv_cache.prefix.hits", None): vllm_values["vllm:prefix_cache_hits_total"],
     }
-    assert theirs["vllm:num_preemptions_total"] > 0 and theirs["vllm:prefix_cache_hits_total"] > 0
-    until(lambda: all(ours(receiver).get(key) == value for key, value in expected.items()) or None, 5)
-    assert ours(receiver)["infer.kv_cache.block.size", None] == block_size(server.port)
-    finished = theirs["vllm:request_success_total"]
+    assert vllm_values["vllm:num_preemptions_total"] > 0 and vllm_values["vllm:prefix_cache_hits_total"] > 0
+    until(
+        lambda: all(exported_counters(receiver).get(key) == value for key, value in expected.items()) or None,
+        5,
+    )
+    assert exported_counters(receiver)["infer.kv_cache.block.size", None] == block_size(server.port)
+    finished = vllm_values["vllm:request_success_total"]
     requests = [span for spans in requests_of(receiver).values() for span in spans]
     ends = [tuple(span["attributes"]["gen_ai.response.finish_reasons"]) for span in requests]
-    assert len(requests) == finished + ends.count(("abort",)) - theirs.get("aborted", 0)
+    assert len(requests) == finished + ends.count(("abort",)) - vllm_values.get("aborted", 0)
     assert ends.count(("abort",)) == 1
-    whole = [span for span in requests if span["trace_id"] != gone.trace_id]
-    tokens = sum(span["attributes"]["gen_ai.usage.output_tokens"] for span in whole)
+    complete = [span for span in requests if span["trace_id"] != gone.trace_id]
+    tokens = sum(span["attributes"]["gen_ai.usage.output_tokens"] for span in complete)
     left = next(span for span in requests if span["trace_id"] == gone.trace_id)
     assert (
         tokens
-        <= theirs["vllm:generation_tokens_total"]
+        <= vllm_values["vllm:generation_tokens_total"]
         <= tokens + left["attributes"]["gen_ai.usage.output_tokens"]
     )
 
 
-def ours(receiver: OtlpReceiver) -> dict[tuple[str, Any], float]:
-    """The last values of our counters, by name and type of token."""
+def exported_counters(receiver: OtlpReceiver) -> dict[tuple[str, Any], float]:
+    """Returns the last values of the exported counters, by name and type of token."""
     found: dict[tuple[str, Any], dict[Any, float]] = defaultdict(dict)
     for metric in receiver.metrics:
         for point in metric["points"] if metric["name"].startswith("infer.") else ():
@@ -166,8 +177,8 @@ def ours(receiver: OtlpReceiver) -> dict[tuple[str, Any], float]:
 Length = Callable[[dict[str, Any]], list[float]]
 
 
-def test_lengths_are_in_the_bucket_in_which_vllm_counts_them(server: Server, receiver: OtlpReceiver) -> None:
-    """To a bucket: theirs are the first of 1 to 5 ms and the first of 0 to 0.3 s."""
+def test_medians_are_within_one_bucket_of_vllms_histograms(server: Server, receiver: OtlpReceiver) -> None:
+    """vLLM's first bucket of token latency ends at 5 ms, its first bucket of queue time at 0.3 s."""
     by_trace: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for span in receiver.spans:
         by_trace[span["trace_id"]].append(span)
@@ -181,10 +192,10 @@ def test_lengths_are_in_the_bucket_in_which_vllm_counts_them(server: Server, rec
     ):
         bounds, counts = histogram(server.port, name)
         half = counts[-1] / 2
-        theirs = next(i for i, count in enumerate(counts) if count >= half)
+        vllm_bucket = next(i for i, count in enumerate(counts) if count >= half)
         median = statistics.median(measured)
-        mine = next(i for i, bound in enumerate(bounds) if median <= bound)
-        assert abs(mine - theirs) <= 1, (name, sorted(measured), bounds, counts)
+        own_bucket = next(i for i, bound in enumerate(bounds) if median <= bound)
+        assert abs(own_bucket - vllm_bucket) <= 1, (name, sorted(measured), bounds, counts)
 
 
 def histogram(port: int, name: str) -> tuple[list[float], list[float]]:

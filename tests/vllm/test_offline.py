@@ -1,4 +1,4 @@
-"""Without a server: `LLM.generate` in a script, with the engine core in a process of its own or in the script's."""
+"""`LLM.generate` in a script, with the engine core in a process of its own or in the script's."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from vllm import LLM, SamplingParams
 
 if __name__ == "__main__":
     llm = LLM(sys.argv[1], served_model_name="tiny", dtype="float32", max_model_len=256, enforce_eager=True)
-    asked = SamplingParams(max_tokens=5, ignore_eos=True)
-    for answer in llm.generate(["time and time", "and again"], asked):
+    params = SamplingParams(max_tokens=5, ignore_eos=True)
+    for answer in llm.generate(["time and time", "and again"], params):
         assert len(answer.outputs[0].token_ids) == 5
 """
 

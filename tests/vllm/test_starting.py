@@ -1,4 +1,4 @@
-"""Ways to start a vLLM server with us, which come to the same; and what our being there does not change."""
+"""Ways to start an instrumented vLLM server, and what the instrumentation leaves unchanged."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 from tests.support.arrivals import assert_nothing_came_twice
 from tests.support.otlp_receiver import OtlpReceiver
 from tests.support.trees import trace, tree
-from tests.vllm.asking import CHAT, ask, prompt
+from tests.vllm.asking import CHAT, prompt, send_request
 from tests.vllm.conftest import Serve
 from tests.vllm.serving import ROOT
 
@@ -36,10 +36,10 @@ TREE = [
 def served(
     serve: Serve, receiver: OtlpReceiver, *options: str, **how: Any
 ) -> tuple[list[str], list[dict[str, Any]]]:
-    """What one request of such a server looks like."""
+    """Returns the tree and the spans of one request of such a server."""
     server = serve(*options, **how)
-    said = [{"role": "user", "content": prompt(8)}]
-    answer = ask(server.port, CHAT, messages=said, max_tokens=4)
+    messages = [{"role": "user", "content": prompt(8)}]
+    answer = send_request(server.port, CHAT, messages=messages, max_tokens=4)
     assert answer.status == 200
     spans = trace(receiver, answer.trace_id, "chat tiny")
     server.stop()
@@ -47,7 +47,7 @@ def served(
     return tree(spans, answer.parent_id), spans
 
 
-def test_opentelemetry_instrument_is_enough_and_vllms_own_tracing_is_in_the_same_tree(
+def test_opentelemetry_instrument_traces_vllm_together_with_its_own_spans(
     serve: Serve, receiver: OtlpReceiver
 ) -> None:
     launcher = (str(Path(sys.executable).parent / "opentelemetry-instrument"),)
@@ -56,15 +56,15 @@ def test_opentelemetry_instrument_is_enough_and_vllms_own_tracing_is_in_the_same
         launcher=launcher, environ={"OTEL_TRACES_EXPORTER": "otlp", "OTEL_METRICS_EXPORTER": "otlp"},
     )  # fmt: skip
     assert [line.strip() for line in found].count("llm_request") == 1
-    theirs = (
+    other_spans = (
         "llm_request",
         " http receive",
         " http send",
-    )  # vLLM's, and those of the instrumentation of ASGI
-    assert [line for line in found if not line.endswith(theirs)] == TREE
+    )  # the spans of vLLM and of the ASGI instrumentation
+    assert [line for line in found if not line.endswith(other_spans)] == TREE
     (request,) = [span for span in spans if span["name"] == "chat tiny"]
-    (their,) = [span for span in spans if span["name"] == "llm_request"]
-    assert their["parent_span_id"] == request["span_id"]
+    (vllm_span,) = [span for span in spans if span["name"] == "llm_request"]
+    assert vllm_span["parent_span_id"] == request["span_id"]
 
 
 WHERE = """
@@ -73,7 +73,7 @@ print(json.dumps([module.__file__ for module in (numpy, google.protobuf, grpc, t
 """
 
 
-def test_our_tree_first_on_the_path_hides_nothing_of_vllms() -> None:
+def test_our_tree_first_on_path_changes_no_imports() -> None:
     found = []
     for path in ("", str(ROOT), str(ROOT / "otel_infer" / "bootstrap")):
         environ = {**os.environ, "PYTHONPATH": path}
@@ -85,15 +85,15 @@ def test_our_tree_first_on_the_path_hides_nothing_of_vllms() -> None:
     assert found[0] == found[1] == found[2]
 
 
-def test_installing_the_wheel_beside_vllm_changes_no_installed_version(tmp_path: Path) -> None:
+def test_installing_the_wheel_changes_no_installed_version(tmp_path: Path) -> None:
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
     subprocess.run(
         [*pip, "wheel", "--no-deps", "--wheel-dir", str(tmp_path), str(ROOT)], check=True, timeout=200
     )
     (wheel,) = tmp_path.glob("otel_infer-*.whl")
     report = tmp_path / "report.json"
-    asked = [*pip, "install", "--dry-run", "--report", str(report), str(wheel)]
-    subprocess.run(asked, check=True, timeout=200)
+    command = [*pip, "install", "--dry-run", "--report", str(report), str(wheel)]
+    subprocess.run(command, check=True, timeout=200)
     wanted = {each["metadata"]["name"] for each in json.loads(report.read_text())["install"]}
     here = {distribution.metadata["Name"] for distribution in importlib.metadata.distributions()}
     assert {name for name in wanted & here if name.lower() != "otel-infer"} == set()

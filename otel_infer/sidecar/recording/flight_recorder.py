@@ -15,7 +15,7 @@ import tempfile
 import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
 
@@ -217,7 +217,7 @@ class FlightRecorder:
             raise DumpRejected(f"no folder for the tape: {error}") from None
         if not os.access(folder, os.W_OK | os.X_OK):
             raise DumpRejected(f"{folder} is not writable")
-        at = datetime.now(timezone.utc).strftime("%Y%m%dT%H%M%S.%fZ")
+        at = datetime.now(UTC).strftime("%Y%m%dT%H%M%S.%fZ")
         return folder / f"{NAME_PREFIX}{at}-{reason}-{os.getpid()}{SUFFIX}"
 
     # ── the writing thread ───────────────────────────────────────────────────────────────────────────────────────
@@ -263,7 +263,7 @@ def write_recording(path: Path, snapshot: WindowSnapshot, reason: str, slo: str 
             part,
             by=reason,
             otel_infer=VERSION,
-            written_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            written_at=datetime.now(UTC).isoformat(timespec="seconds"),
             seconds=round(snapshot.seconds, 3),
             facts=snapshot.event_count,
             requests_left_out=snapshot.dropped_requests,

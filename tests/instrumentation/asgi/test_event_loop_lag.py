@@ -1,4 +1,4 @@
-"""An endpoint that blocks the event loop of a real server, and what the traces of the others in flight say of it."""
+"""An endpoint blocks the event loop of a real server: the traces of the other requests in flight attribute it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fastapi import FastAPI
 from fastapi.responses import StreamingResponse
 
 from otel_infer import _clock
-from otel_infer.analysis.attribution import request as blame
+from otel_infer.analysis.attribution import request as attribution
 from otel_infer.assembly.assembler import GRACE_NS, Assembler
 from otel_infer.assembly.records.request import RequestRecord
 from otel_infer.ringbuffer.events import EngineFinished
@@ -32,25 +32,25 @@ BLOCKED_S = 0.2
 
 
 class Blocking:
-    """An application of which one endpoint blocks the loop while others are in flight."""
+    """An application with one endpoint that blocks the loop while other requests are in flight."""
 
     def __init__(self) -> None:
         self.app = FastAPI()
-        self.is_there = threading.Event()
+        self.in_flight = threading.Event()
         self.is_blocked = asyncio.Event()
         self.app.post("/looks-up")(self.looks_up)
         self.app.post("/streams")(self.streams)
         self.app.post("/blocks")(self.blocks)
 
     async def looks_up(self) -> dict[str, bool]:
-        """Waits for something else before it goes to the engine."""
-        self.is_there.set()
-        await self.others()
+        """Waits for another event before it submits to the engine."""
+        self.in_flight.set()
+        await self.wait_while_blocked()
         infer(start.current_request())
         return {}
 
     async def streams(self) -> StreamingResponse:
-        """The engine is done before the last chunk is sent."""
+        """The engine finishes before the last chunk is sent."""
         request = start.current_request()
         infer(request)
 
@@ -58,14 +58,14 @@ class Blocking:
             yield b"data: x\n\n"
             assert request is not None
             request.record_event(EngineFinished(_clock.now(), "stop", 2))
-            self.is_there.set()
-            await self.others()
+            self.in_flight.set()
+            await self.wait_while_blocked()
             yield b"data: y\n\n"
 
         return StreamingResponse(events(), media_type="text/event-stream")
 
-    async def others(self) -> None:
-        """Something that is there while the loop is blocked, and takes a turn of the loop once it goes on."""
+    async def wait_while_blocked(self) -> None:
+        """Waits while the loop is blocked, then takes one turn of the loop."""
         await self.is_blocked.wait()
         await asyncio.sleep(0.01)
 
@@ -84,14 +84,14 @@ def loop(request: pytest.FixtureRequest) -> str:
 
 
 def served(watched: Watched, serve: Callable[..., int], path: str, loop: str) -> dict[str, RequestRecord]:
-    """What is concluded of a request to `path`, and of the one that blocks the loop meanwhile; by route."""
+    """Returns the records of a request to `path` and of the request that blocks the loop meanwhile, by route."""
     blocking = Blocking()
     port = serve(blocking.app, loop=loop)
-    victim = threading.Thread(target=posted, args=(port, path))
-    victim.start()
-    assert blocking.is_there.wait(5)
+    waiting_client = threading.Thread(target=posted, args=(port, path))
+    waiting_client.start()
+    assert blocking.in_flight.wait(5)
     posted(port, "/blocks")
-    victim.join(5)
+    waiting_client.join(5)
     requests = recorder.requests
     assert requests is not None
     until(lambda: requests.in_flight == 0)
@@ -100,37 +100,37 @@ def served(watched: Watched, serve: Callable[..., int], path: str, loop: str) ->
     assembler.feed_events(
         sorted(
             RequestReader(watched.arena.buffers[0][1], 1).poll(_clock.now(), final=True),
-            key=lambda said: said.event.at,
+            key=lambda recorded: recorded.event.at,
         )
     )
     records = assembler.drain_records(_clock.now() + GRACE_NS)
-    blame.attribute_latency(records)
+    attribution.attribute_latency(records)
     return {str(record.attributes["http.route"]): record for record in records}
 
 
-def blamed(record: RequestRecord, cause: str) -> float:
-    """s."""
+def cause_seconds(record: RequestRecord, cause: str) -> float:
+    """Returns the seconds attributed to `cause`; checks that all causes add up to the duration."""
     assert record.breakdown is not None
     assert sum(record.breakdown.causes.values()) == record.duration_ns
     return record.breakdown.causes.get(cause, 0) / 1e9
 
 
 @pytest.mark.parametrize(("path", "stage"), [("/looks-up", "ingress"), ("/streams", "postprocess")])
-def test_a_blocked_loop_is_blamed_for_what_the_others_wait(
+def test_requests_waiting_on_blocked_loop_attribute_event_loop(
     watched: Watched, serve: Callable[..., int], path: str, stage: str, loop: str
 ) -> None:
     records = served(watched, serve, path, loop)
-    held_up = records[path].find_stage(stage)
-    assert held_up is not None and held_up.ended_at - held_up.started_at >= BLOCKED_S * 1e9
-    # The timer was due up to 50 ms after the loop was blocked.
-    assert blamed(records[path], "event_loop") >= BLOCKED_S - 0.075
+    waiting_stage = records[path].find_stage(stage)
+    assert waiting_stage is not None and waiting_stage.ended_at - waiting_stage.started_at >= BLOCKED_S * 1e9
+    # The timer was due at most 50 ms after the loop was blocked.
+    assert cause_seconds(records[path], "event_loop") >= BLOCKED_S - 0.075
     assert [pause.cause for pause in records[path].loop_pauses]
     assert records[path].pauses == ()
 
 
-def test_who_blocks_the_loop_did_not_wait_for_it(
+def test_blocking_request_itself_has_no_event_loop_wait(
     watched: Watched, serve: Callable[..., int], loop: str
 ) -> None:
     record = served(watched, serve, "/looks-up", loop)["/blocks"]
-    assert blamed(record, "ingress") >= BLOCKED_S
-    assert blamed(record, "event_loop") <= 0.02
+    assert cause_seconds(record, "ingress") >= BLOCKED_S
+    assert cause_seconds(record, "event_loop") <= 0.02

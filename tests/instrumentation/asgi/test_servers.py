@@ -1,4 +1,4 @@
-"""HTTP requests over real sockets: uvicorn with FastAPI, Starlette and bare applications, and clients that misbehave."""
+"""HTTP requests over real sockets: uvicorn with FastAPI, Starlette and bare applications, and faulty clients."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from otel_infer import _clock
 from otel_infer.assembly.assembler import GRACE_NS, Assembler
 from otel_infer.assembly.records.request import RequestRecord
 from otel_infer.instrumentation import asgi
-from otel_infer.ringbuffer import events as facts
+from otel_infer.ringbuffer import events
 from otel_infer.tracing import request_span
 from otel_infer.tracing import start as ingress
 from tests.unit.instrumentation.asgi.test_asgi import SPAN_ID, TRACE_ID, Seen, Watched, watched
@@ -56,7 +56,7 @@ def hooked() -> Iterator[None]:
 
 @pytest.fixture
 def serve() -> Iterator[Callable[..., int]]:
-    """Runs an application on uvicorn in a thread; gives its port."""
+    """Runs an application on uvicorn in a thread; returns its port."""
     running: list[tuple[uvicorn.Server, threading.Thread]] = []
 
     def start(app: Any, **settings: Any) -> int:
@@ -76,7 +76,7 @@ def serve() -> Iterator[Callable[..., int]]:
 
 @pytest.fixture
 def spans(monkeypatch: pytest.MonkeyPatch) -> InMemorySpanExporter:
-    """The spans of a provider that the process was given."""
+    """Returns the exporter of the tracer provider set for this process."""
     exporter = InMemorySpanExporter()
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
@@ -87,19 +87,19 @@ def spans(monkeypatch: pytest.MonkeyPatch) -> InMemorySpanExporter:
 def until(reached: Callable[[], Any], timeout: float = 5.0) -> None:
     deadline = time.monotonic() + timeout
     while not reached():
-        assert time.monotonic() < deadline, "never happened"
+        assert time.monotonic() < deadline, "condition not met in time"
         time.sleep(0.002)
 
 
 def ended(watched: Watched, count: int = 1) -> list[Seen]:
-    """The requests, once so many of them have ended."""
-    until(lambda: sum(len(seen.every(facts.RequestEnded)) for seen in watched.requests) >= count)
+    """Returns the requests once at least `count` of them have ended."""
+    until(lambda: sum(len(seen.every(events.RequestEnded)) for seen in watched.requests) >= count)
     return watched.requests
 
 
 def record_of(seen: Seen) -> RequestRecord:
     assembler = Assembler()
-    assembler.feed_events(facts.RecordedEvent(1, 1, fact) for fact in seen.said)
+    assembler.feed_events(events.RecordedEvent(1, 1, event) for event in seen.said)
     (record,) = assembler.drain_records(seen.ended.at + GRACE_NS)
     return record
 
@@ -111,7 +111,9 @@ class Connection:
         self.socket = socket.create_connection(("127.0.0.1", port))
         self.socket.settimeout(5)
 
-    def ask(self, path: str, body: bytes = b"{}", method: str = "POST", headers: str = "") -> Connection:
+    def send_request(
+        self, path: str, body: bytes = b"{}", method: str = "POST", headers: str = ""
+    ) -> Connection:
         head = f"{method} {path} HTTP/1.1\r\nhost: test\r\ncontent-length: {len(body)}\r\n{headers}\r\n"
         self.socket.sendall(head.encode() + body)
         return self
@@ -131,27 +133,27 @@ class Connection:
                 got.append(part)
         return b"".join(got)
 
-    def leave(self) -> None:
+    def close(self) -> None:
         self.socket.close()
 
 
 def posted(port: int, path: str, body: bytes = b"{}", method: str = "POST", headers: str = "") -> bytes:
-    """The whole answer to one request."""
-    connection = Connection(port).ask(path, body, method, f"connection: close\r\n{headers}")
+    """Returns the whole response to one request."""
+    connection = Connection(port).send_request(path, body, method, f"connection: close\r\n{headers}")
     try:
         return connection.read_all()
     finally:
-        connection.leave()
+        connection.close()
 
 
 def infer(request: request_span.RequestSpan | None) -> None:
-    """What an engine would say."""
+    """Records what an engine would record."""
     assert request is not None
     request.record_submitted("toy")
     request.record_token_reached()
 
 
-class Middle(BaseHTTPMiddleware):
+class PassThroughMiddleware(BaseHTTPMiddleware):
     async def dispatch(self, request: Any, call_next: Any) -> Any:
         return await call_next(request)
 
@@ -206,13 +208,13 @@ def make_app(**settings: Any) -> FastAPI:
 # ── FastAPI ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_streamed_answer_is_one_request_with_its_route_chunks_and_first_token(
+def test_streamed_response_records_route_chunks_and_first_token(
     watched: Watched, serve: Callable[..., int]
 ) -> None:
     answer = posted(serve(make_app()), "/v1/models/canary/stream", headers=TRACEPARENT)
     assert answer.count(b"data:") == 3
     (seen,) = ended(watched)
-    assert seen.verdict == (facts.OK, "", 200)
+    assert seen.verdict == (events.OK, "", 200)
     assert seen.ended.chunks == 3
     assert seen.attributes == {
         "http.request.method": "POST",
@@ -220,32 +222,32 @@ def test_a_streamed_answer_is_one_request_with_its_route_chunks_and_first_token(
         "http.route": "/v1/models/{model}/stream",
     }
     assert seen.arrived.parent_span_id.hex() == SPAN_ID
-    (started,), (first,) = seen.every(facts.ResponseStarted), seen.every(facts.FirstTokenSent)
+    (started,), (first,) = seen.every(events.ResponseStarted), seen.every(events.FirstTokenSent)
     assert seen.arrived.at < started.at == first.at < seen.ended.at
     assert b"canary" not in watched.bytes
 
 
 @pytest.mark.parametrize("path", ["/v1/json", "/v1/sync"])
 @pytest.mark.parametrize("middleware", [False, True])
-def test_the_request_is_current_in_endpoints_dependencies_and_the_thread_pool(
+def test_request_is_current_in_endpoints_dependencies_and_threads(
     watched: Watched, serve: Callable[..., int], path: str, middleware: bool
 ) -> None:
     app = make_app()
     if middleware:
-        app.add_middleware(Middle)
+        app.add_middleware(PassThroughMiddleware)
     assert b"200 OK" in posted(serve(app), path)
     (seen,) = ended(watched)
-    assert seen.every(facts.RequestSubmitted) and seen.attributes["http.route"] == path
+    assert seen.every(events.RequestSubmitted) and seen.attributes["http.route"] == path
 
 
-def test_what_is_only_looked_at_is_not_a_request(watched: Watched, serve: Callable[..., int]) -> None:
+def test_a_health_check_is_not_a_request(watched: Watched, serve: Callable[..., int]) -> None:
     port = serve(make_app())
     assert b'{"current":false}' in posted(port, "/health", method="GET")
     posted(port, "/v1/json")
     assert len(ended(watched)) == 1
 
 
-def test_excluded_urls_are_served_and_not_watched(watched: Watched, serve: Callable[..., int]) -> None:
+def test_excluded_urls_are_served_and_not_traced(watched: Watched, serve: Callable[..., int]) -> None:
     asgi.configure_asgi("/fails,/sl.w")
     port = serve(make_app())
     assert b"200 OK" in posted(port, "/v1/slow")
@@ -257,22 +259,20 @@ def test_excluded_urls_are_served_and_not_watched(watched: Watched, serve: Calla
 @pytest.mark.parametrize(
     ("path", "status"), [("/v1/canary", 404), ("/v1/models/a/stream?chunks=canary", 422)]
 )
-def test_a_request_that_reaches_no_endpoint_is_no_error_of_the_servers(
+def test_a_client_error_without_endpoint_is_no_error(
     watched: Watched, serve: Callable[..., int], path: str, status: int
 ) -> None:
     posted(serve(make_app()), path)
     (seen,) = ended(watched)
-    assert seen.verdict == (facts.OK, "", status)
+    assert seen.verdict == (events.OK, "", status)
     assert seen.attributes.get("http.route") == ("/v1/models/{model}/stream" if status == 422 else None)
     assert b"canary" not in watched.bytes
 
 
-def test_an_exception_before_the_response_is_a_500_by_its_type(
-    watched: Watched, serve: Callable[..., int]
-) -> None:
+def test_an_exception_before_the_response_is_a_500(watched: Watched, serve: Callable[..., int]) -> None:
     assert b"500 Internal" in posted(serve(make_app()), "/v1/fails")
     (seen,) = ended(watched)
-    assert seen.verdict == (facts.ERROR, "ZeroDivisionError", 500)
+    assert seen.verdict == (events.ERROR, "ZeroDivisionError", 500)
     assert b"canary" not in watched.bytes
 
 
@@ -280,12 +280,12 @@ def test_an_exception_before_the_response_is_a_500_by_its_type(
 @pytest.mark.parametrize(
     ("failure", "verdict"),
     [
-        (ZeroDivisionError("canary"), (facts.ERROR, "ZeroDivisionError", 200)),
-        (TimeoutError(), (facts.ABORTED, "timeout", 200)),
+        (ZeroDivisionError("canary"), (events.ERROR, "ZeroDivisionError", 200)),
+        (TimeoutError(), (events.ABORTED, "timeout", 200)),
     ],
 )
 @pytest.mark.parametrize("chunks", [0, 2])
-def test_an_exception_in_mid_stream_is_told_with_the_status_that_was_sent(
+def test_exception_in_mid_stream_keeps_the_sent_status(
     watched: Watched,
     serve: Callable[..., int],
     failure: Exception,
@@ -293,7 +293,7 @@ def test_an_exception_in_mid_stream_is_told_with_the_status_that_was_sent(
     chunks: int,
     middleware: bool,
 ) -> None:
-    """Middleware of Starlette's ends such a response as if nothing were amiss, and raises afterwards."""
+    """Starlette's middleware ends such a response normally and raises afterwards."""
     app = make_app()
 
     @app.post("/fails-later")
@@ -306,28 +306,24 @@ def test_an_exception_in_mid_stream_is_told_with_the_status_that_was_sent(
         return StreamingResponse(events())
 
     if middleware:
-        app.add_middleware(Middle)
+        app.add_middleware(PassThroughMiddleware)
     assert b"200 OK" in posted(serve(app), "/fails-later")
     (seen,) = ended(watched)
     assert seen.verdict == verdict
     assert b"canary" not in watched.bytes
 
 
-def test_an_exception_that_is_answered_with_a_status_of_the_callers_is_no_error(
-    watched: Watched, serve: Callable[..., int]
-) -> None:
+def test_an_exception_mapped_to_4xx_is_no_error(watched: Watched, serve: Callable[..., int]) -> None:
     async def refuses(scope: Any, receive: Any, send: Any) -> None:
         raise fastapi.HTTPException(409)
 
     app = starlette.applications.Starlette(routes=[Mount("/", app=refuses)])
     assert b"409" in posted(serve(app), "/taken")
     (seen,) = ended(watched)
-    assert seen.verdict == (facts.OK, "", 409)
+    assert seen.verdict == (events.OK, "", 409)
 
 
-def test_a_failure_after_the_last_byte_is_none_of_the_requests(
-    watched: Watched, serve: Callable[..., int]
-) -> None:
+def test_a_failure_after_the_last_byte_is_ignored(watched: Watched, serve: Callable[..., int]) -> None:
     app = make_app()
 
     @app.post("/later")
@@ -335,73 +331,67 @@ def test_a_failure_after_the_last_byte_is_none_of_the_requests(
         tasks.add_task(lambda: 1 / 0)
         return {}
 
-    app.add_middleware(Middle)
+    app.add_middleware(PassThroughMiddleware)
     assert b"200 OK" in posted(serve(app), "/later")
     (seen,) = ended(watched)
-    assert seen.verdict == (facts.OK, "", 200)
+    assert seen.verdict == (events.OK, "", 200)
 
 
-def test_a_server_that_gives_up_in_time_and_says_so_is_a_timeout(
-    watched: Watched, serve: Callable[..., int]
-) -> None:
+def test_a_504_response_is_a_timeout(watched: Watched, serve: Callable[..., int]) -> None:
     app = make_app()
 
     @app.post("/late")
     async def late() -> dict[str, bool]:
         try:
             await asyncio.wait_for(asyncio.sleep(10), 0.02)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             raise fastapi.HTTPException(504) from None
         return {}
 
     assert b"504" in posted(serve(app), "/late")
     (seen,) = ended(watched)
-    assert seen.verdict == (facts.ABORTED, "timeout", 504)
+    assert seen.verdict == (events.ABORTED, "timeout", 504)
 
 
 @pytest.mark.parametrize("middleware", [False, True])
-def test_a_client_that_leaves_in_mid_stream_is_an_abort_at_the_instant_it_left(
+def test_client_disconnect_in_mid_stream_aborts_at_once(
     watched: Watched, serve: Callable[..., int], middleware: bool
 ) -> None:
     app = make_app()
     if middleware:
-        app.add_middleware(Middle)
-    connection = Connection(serve(app)).ask("/v1/models/a/stream?chunks=50&pause=0.02")
+        app.add_middleware(PassThroughMiddleware)
+    connection = Connection(serve(app)).send_request("/v1/models/a/stream?chunks=50&pause=0.02")
     connection.read_until(b"data:")
     left_at = _clock.now()
-    connection.leave()
+    connection.close()
     (seen,) = ended(watched)
-    assert seen.verdict == (facts.ABORTED, "client_disconnect", 200)
+    assert seen.verdict == (events.ABORTED, "client_disconnect", 200)
     assert 0 < seen.ended.at - left_at < 100_000_000
     assert 0 < seen.ended.chunks < 50
 
 
-def test_a_client_that_leaves_before_its_body_is_complete_is_an_abort(
-    watched: Watched, serve: Callable[..., int]
-) -> None:
+def test_a_disconnect_before_the_body_is_complete_aborts(watched: Watched, serve: Callable[..., int]) -> None:
     connection = Connection(serve(make_app()))
     connection.socket.sendall(b"POST /v1/json HTTP/1.1\r\nhost: test\r\ncontent-length: 10\r\n\r\n{")
     until(lambda: watched.requests)
-    connection.leave()
+    connection.close()
     (seen,) = ended(watched)
-    assert seen.verdict == (facts.ABORTED, "client_disconnect", 0)
+    assert seen.verdict == (events.ABORTED, "client_disconnect", 0)
 
 
-def test_a_client_that_left_before_an_unstreamed_answer_is_an_abort(
+def test_a_disconnect_before_an_unstreamed_response_aborts(
     watched: Watched, serve: Callable[..., int]
 ) -> None:
-    connection = Connection(serve(make_app())).ask("/v1/slow")
+    connection = Connection(serve(make_app())).send_request("/v1/slow")
     until(lambda: watched.requests)
-    connection.leave()
+    connection.close()
     (seen,) = ended(watched)
-    assert seen.verdict == (facts.ABORTED, "client_disconnect", 0)
+    assert seen.verdict == (events.ABORTED, "client_disconnect", 0)
 
 
-def test_a_client_that_waits_with_its_body_shows_before_the_first_touch_of_the_engine(
-    watched: Watched, serve: Callable[..., int]
-) -> None:
+def test_a_slow_request_body_is_part_of_ingress(watched: Watched, serve: Callable[..., int]) -> None:
     port = serve(make_app())
-    posted(port, "/v1/json")  # what is imported or compiled at the first request is none of this one's time
+    posted(port, "/v1/json")  # keeps imports and compilation at the first request out of the measurement
     connection = Connection(port)
     connection.socket.sendall(b"POST /v1/json HTTP/1.1\r\nhost: test\r\ncontent-length: 4\r\n\r\n{")
     until(lambda: len(watched.requests) == 2)
@@ -415,49 +405,45 @@ def test_a_client_that_waits_with_its_body_shows_before_the_first_touch_of_the_e
     assert record.ended_at - ingress_stage.ended_at < 5e6
 
 
-def test_a_client_that_does_not_read_shows_as_send_wait_and_nowhere_else(
-    watched: Watched, serve: Callable[..., int]
-) -> None:
+def test_a_slow_reader_counts_as_send_wait_only(watched: Watched, serve: Callable[..., int]) -> None:
     path = "/v1/models/a/stream?chunks=32&size=1000000"
-    connection = Connection(serve(make_app())).ask(path, headers="connection: close\r\n")
-    until(lambda: watched.requests and watched.one.every(facts.FirstTokenSent))
+    connection = Connection(serve(make_app())).send_request(path, headers="connection: close\r\n")
+    until(lambda: watched.requests and watched.one.every(events.FirstTokenSent))
     time.sleep(0.3)
     connection.read_all()
     (seen,) = ended(watched)
-    assert seen.verdict == (facts.OK, "", 200)
-    (first,) = seen.every(facts.FirstTokenSent)
+    assert seen.verdict == (events.OK, "", 200)
+    (first,) = seen.every(events.FirstTokenSent)
     assert first.at - seen.arrived.at < 100e6
     assert 250e6 < seen.ended.send_wait_ns < seen.ended.at - first.at
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_large_bodies_on_one_connection_do_not_make_the_next_request_a_child(
+def test_large_bodies_on_one_connection_make_separate_traces(
     watched: Watched, serve: Callable[..., int], late: bool
 ) -> None:
-    if late:  # without a front
+    if late:  # the server starts before the hooks are installed
         asgi.instrumentor.remove()
     port = serve(make_app())
     asgi.instrumentor.install()
     connection = Connection(port)
     for _ in range(3):
-        connection.ask("/v1/json", body=b"x" * 1_000_000).read_until(b"found")
+        connection.send_request("/v1/json", body=b"x" * 1_000_000).read_until(b"found")
     requests = ended(watched, 3)
     assert len({seen.arrived.trace_id for seen in requests}) == 3
-    assert all(seen.arrived.flags & facts.OWN_SERVER_SPAN for seen in requests)
+    assert all(seen.arrived.flags & events.OWN_SERVER_SPAN for seen in requests)
 
 
-def test_pipelined_requests_are_requests_of_their_own(watched: Watched, serve: Callable[..., int]) -> None:
+def test_pipelined_requests_have_separate_traces(watched: Watched, serve: Callable[..., int]) -> None:
     connection = Connection(serve(make_app()))
-    connection.ask("/v1/json").ask("/v1/json")
+    connection.send_request("/v1/json").send_request("/v1/json")
     until(lambda: len(watched.requests) == 2)
     first, second = ended(watched, 2)
     assert first.arrived.trace_id != second.arrived.trace_id
     assert not any(second.arrived.parent_span_id)
 
 
-def test_an_application_that_was_loaded_before_we_came_is_watched(
-    watched: Watched, serve: Callable[..., int]
-) -> None:
+def test_an_application_loaded_before_install_is_traced(watched: Watched, serve: Callable[..., int]) -> None:
     asgi.instrumentor.remove()
     port = serve(make_app())
     asgi.instrumentor.install()
@@ -467,9 +453,7 @@ def test_an_application_that_was_loaded_before_we_came_is_watched(
     assert seen.attributes["http.route"] == "/v1/json"
 
 
-def test_an_application_that_was_loaded_is_left_alone_when_we_go(
-    watched: Watched, serve: Callable[..., int]
-) -> None:
+def test_a_loaded_application_is_not_traced_after_remove(watched: Watched, serve: Callable[..., int]) -> None:
     port = serve(make_app())
     asgi.instrumentor.remove()
     assert b"200 OK" in posted(port, "/v1/slow")
@@ -492,7 +476,7 @@ def test_an_application_that_was_loaded_is_left_alone_when_we_go(
     ],
 )
 @pytest.mark.parametrize("root", ["", "/api"])
-def test_a_route_is_told_with_the_names_of_its_parameters(
+def test_a_route_is_recorded_with_its_parameter_names(
     watched: Watched, serve: Callable[..., int], path: str, route: str | None, root: str
 ) -> None:
     async def answer(request: Any) -> PlainTextResponse:
@@ -515,16 +499,14 @@ def test_a_route_is_told_with_the_names_of_its_parameters(
             Mount("/mounted", sub),
         ]
     )
-    # The server prefixes what it is told to be mounted at, so a client does not.
+    # The server adds its root path itself, so the client does not send it.
     posted(serve(app, root_path=root), path)
     (seen,) = ended(watched)
     assert seen.attributes.get("http.route") == (route and root + route)
     assert b"canary" not in watched.bytes
 
 
-def test_the_root_path_of_an_application_is_in_its_routes(
-    watched: Watched, serve: Callable[..., int]
-) -> None:
+def test_routes_include_the_root_path_of_the_application(watched: Watched, serve: Callable[..., int]) -> None:
     posted(serve(make_app(root_path="/api")), "/v1/slow")
     (seen,) = ended(watched)
     assert seen.attributes["http.route"] == "/api/v1/slow"
@@ -533,7 +515,7 @@ def test_the_root_path_of_an_application_is_in_its_routes(
 # ── Starlette and others ─────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_starlette_application_is_watched(watched: Watched, serve: Callable[..., int]) -> None:
+def test_a_starlette_application_is_traced(watched: Watched, serve: Callable[..., int]) -> None:
     async def answer(request: Any) -> JSONResponse:
         assert ingress.current_request() is not None
         return JSONResponse({"bytes": len(await request.body())})
@@ -551,7 +533,7 @@ def test_a_starlette_application_is_watched(watched: Watched, serve: Callable[..
 
 
 async def bare(scope: Any, receive: Any, send: Any) -> None:
-    """Streams for ever and never looks whether anybody listens."""
+    """Streams without ever checking for a disconnect."""
     assert scope["type"] == "http"
     await send({"type": "http.response.start", "status": 200, "headers": []})
     for _ in range(50):
@@ -560,34 +542,34 @@ async def bare(scope: Any, receive: Any, send: Any) -> None:
     await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-def test_a_bare_application_is_watched(watched: Watched, serve: Callable[..., int]) -> None:
+def test_a_bare_application_is_traced(watched: Watched, serve: Callable[..., int]) -> None:
     posted(serve(bare), "/", headers=TRACEPARENT)
     (seen,) = ended(watched)
-    assert seen.verdict == (facts.OK, "", 200)
+    assert seen.verdict == (events.OK, "", 200)
     assert seen.ended.chunks == 50
     assert seen.arrived.parent_span_id.hex() == SPAN_ID
 
 
-def test_a_bare_application_that_does_not_look_is_aborted_when_its_client_leaves(
+def test_a_bare_application_aborts_when_its_client_leaves(
     watched: Watched, serve: Callable[..., int]
 ) -> None:
-    connection = Connection(serve(bare)).ask("/")
+    connection = Connection(serve(bare)).send_request("/")
     connection.read_until(b"data")
     left_at = _clock.now()
-    connection.leave()
+    connection.close()
     (seen,) = ended(watched)
-    assert seen.verdict == (facts.ABORTED, "client_disconnect", 200)
+    assert seen.verdict == (events.ABORTED, "client_disconnect", 200)
     assert seen.ended.at - left_at < 100_000_000
 
 
-# ── beside other instrumentations ────────────────────────────────────────────────────────────────────────────────
+# ── with other instrumentations ──────────────────────────────────────────────────────────────────────────────────
 
 
-def one_tree(seen: Seen, spans: InMemorySpanExporter) -> ReadableSpan:
-    """The one SERVER span, ours below it, both in the trace of the client; the SERVER span is given back."""
+def server_span_above(seen: Seen, spans: InMemorySpanExporter) -> ReadableSpan:
+    """Returns the only SERVER span; checks that our request is its child, in the client's trace."""
     until(lambda: [span for span in spans.get_finished_spans() if span.kind is trace.SpanKind.SERVER])
     (server,) = [span for span in spans.get_finished_spans() if span.kind is trace.SpanKind.SERVER]
-    assert not seen.arrived.flags & facts.OWN_SERVER_SPAN
+    assert not seen.arrived.flags & events.OWN_SERVER_SPAN
     assert not any(seen.arrived.server_span_id)
     assert seen.arrived.parent_span_id == server.context.span_id.to_bytes(8, "big")
     assert seen.arrived.trace_id.hex() == TRACE_ID == f"{server.context.trace_id:032x}"
@@ -608,36 +590,36 @@ def instrumented(app: FastAPI, **options: Any) -> FastAPI:
 
 @pytest.mark.parametrize("middleware", [False, True])
 @pytest.mark.parametrize("path", ["/v1/models/a/stream", "/v1/json", "/v1/sync"])
-def test_below_the_span_of_the_fastapi_instrumentation(
+def test_requests_are_children_of_the_fastapi_instrumentations_span(
     watched: Watched, serve: Callable[..., int], spans: InMemorySpanExporter, path: str, middleware: bool
 ) -> None:
     app = instrumented(make_app())
     if middleware:
-        app.add_middleware(Middle)
+        app.add_middleware(PassThroughMiddleware)
     before = _clock.now()
     assert b"200 OK" in posted(serve(app), path, headers=TRACEPARENT)
     (seen,) = ended(watched)
-    assert seen.verdict == (facts.OK, "", 200)
-    assert seen.every(facts.RequestSubmitted)
-    server = one_tree(seen, spans)
+    assert seen.verdict == (events.OK, "", 200)
+    assert seen.every(events.RequestSubmitted)
+    server = server_span_above(seen, spans)
     assert server.instrumentation_scope is not None
     assert server.instrumentation_scope.name == "opentelemetry.instrumentation.fastapi"
-    assert seen.arrived.wall_at < (server.start_time or 0)  # its arrival is still the outermost instant
+    assert seen.arrived.wall_at < (server.start_time or 0)  # we saw the request before the other library
     assert before < seen.arrived.at
 
 
 QUIET: dict[str, Any] = {"exclude_spans": ["send", "receive"]}
 
 
-def test_what_reached_no_engine_below_somebody_elses_span_is_no_second_one(
+def test_request_without_engine_below_another_span_is_redundant(
     watched: Watched, serve: Callable[..., int], spans: InMemorySpanExporter
 ) -> None:
-    """And whatever a task that outlives it starts hangs from theirs."""
+    """A task that outlives the request parents its spans to the other library's span."""
     app = instrumented(make_app(), **QUIET)
-    over = threading.Event()
+    request_ended = threading.Event()
 
     async def later() -> None:
-        await asyncio.to_thread(over.wait, 5)
+        await asyncio.to_thread(request_ended.wait, 5)
         trace.get_tracer("database").start_span("late").end()
 
     @app.post("/refresh")
@@ -648,39 +630,39 @@ def test_what_reached_no_engine_below_somebody_elses_span_is_no_second_one(
     posted(serve(app), "/refresh", headers=TRACEPARENT)
     (seen,) = ended(watched)
     assert record_of(seen).redundant
-    over.set()
+    request_ended.set()
     until(lambda: len(spans.get_finished_spans()) == 2)
-    server = one_tree(seen, spans)
+    server = server_span_above(seen, spans)
     late = next(span for span in spans.get_finished_spans() if span.name == "late")
     assert late.parent == server.context
 
 
-async def _told_its_id() -> None:
+async def _start_child_span() -> None:
     trace.get_tracer("database").start_span("select").end()
 
 
-async def _said_something() -> None:
+async def _set_attribute() -> None:
     trace.get_current_span().set_attribute("cache", "cold")
 
 
-async def _staged() -> None:
+async def _open_stage() -> None:
     with otel_infer.stage("rerank"):
         pass
 
 
-async def _failed() -> None:
+async def _raise_error() -> None:
     raise ZeroDivisionError
 
 
-@pytest.mark.parametrize("deed", [_told_its_id, _said_something, _staged, _failed])
-def test_what_says_something_of_its_own_below_somebody_elses_span_stays(
-    watched: Watched, serve: Callable[..., int], spans: InMemorySpanExporter, deed: Callable[[], Any]
+@pytest.mark.parametrize("action", [_start_child_span, _set_attribute, _open_stage, _raise_error])
+def test_request_with_own_data_below_another_span_stays(
+    watched: Watched, serve: Callable[..., int], spans: InMemorySpanExporter, action: Callable[[], Any]
 ) -> None:
     app = instrumented(make_app(), **QUIET)
 
     @app.post("/refresh")
     async def refresh() -> dict[str, bool]:
-        await deed()
+        await action()
         return {}
 
     posted(serve(app), "/refresh", headers=TRACEPARENT)
@@ -692,26 +674,25 @@ def test_what_says_something_of_its_own_below_somebody_elses_span_stays(
             assert span.parent.span_id.to_bytes(8, "big") == seen.arrived.span_id
 
 
-NATIVE = tuple(int(part) for part in fastapi.__version__.split(".")[:2]) >= (0, 142)
+HAS_OWN_TELEMETRY = tuple(int(part) for part in fastapi.__version__.split(".")[:2]) >= (0, 142)
 
 
-@pytest.mark.skipif(not NATIVE, reason="this FastAPI has no telemetry of its own")
+@pytest.mark.skipif(not HAS_OWN_TELEMETRY, reason="this FastAPI release has no built-in telemetry")
 @pytest.mark.parametrize("path", ["/v1/models/a/stream", "/v1/json", "/v1/sync", "/v1/fails"])
-def test_below_the_span_of_fastapis_own_telemetry(
+def test_requests_are_children_of_fastapis_own_telemetry_span(
     watched: Watched, serve: Callable[..., int], spans: InMemorySpanExporter, path: str
 ) -> None:
     posted(serve(make_app()), path, headers=TRACEPARENT)
     (seen,) = ended(watched)
-    server = one_tree(seen, spans)
+    server = server_span_above(seen, spans)
     assert server.instrumentation_scope is not None and server.instrumentation_scope.name == "fastapi"
-    outcome = (facts.ERROR, "ZeroDivisionError", 500) if path == "/v1/fails" else (facts.OK, "", 200)
+    outcome = (events.ERROR, "ZeroDivisionError", 500) if path == "/v1/fails" else (events.OK, "", 200)
     assert seen.verdict == outcome
 
 
-@pytest.mark.skipif(not NATIVE, reason="this FastAPI has no telemetry of its own")
-def test_below_the_span_of_a_telemetry_that_has_its_own_provider_from_the_second_request_on(
-    watched: Watched, serve: Callable[..., int]
-) -> None:
+@pytest.mark.skipif(not HAS_OWN_TELEMETRY, reason="this FastAPI release has no built-in telemetry")
+def test_telemetry_with_its_own_provider_is_the_parent(watched: Watched, serve: Callable[..., int]) -> None:
+    """This holds from the second request on."""
     exporter = InMemorySpanExporter()
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
@@ -720,21 +701,21 @@ def test_below_the_span_of_a_telemetry_that_has_its_own_provider_from_the_second
     ended(watched)
     exporter.clear()
     posted(port, "/v1/slow", headers=TRACEPARENT)
-    one_tree(ended(watched, 2)[1], exporter)
+    server_span_above(ended(watched, 2)[1], exporter)
 
 
-def test_a_provider_without_an_http_instrumentation_leaves_the_server_span_to_us(
+def test_provider_without_http_instrumentation_leaves_our_server_span(
     watched: Watched, serve: Callable[..., int], spans: InMemorySpanExporter
 ) -> None:
     async def answer(request: Any) -> PlainTextResponse:
-        with trace.get_tracer("theirs").start_as_current_span("lookup"):
+        with trace.get_tracer("application").start_as_current_span("lookup"):
             return PlainTextResponse("")
 
     port = serve(starlette.applications.Starlette(routes=[Route("/answer", answer, methods=["POST"])]))
     before = _clock.now()
     posted(port, "/answer", headers=TRACEPARENT)
     (seen,) = ended(watched)
-    assert seen.arrived.flags & facts.OWN_SERVER_SPAN
+    assert seen.arrived.flags & events.OWN_SERVER_SPAN
     assert seen.arrived.parent_span_id.hex() == SPAN_ID
     assert seen.attributes["http.route"] == "/answer"
     (lookup,) = spans.get_finished_spans()
@@ -742,12 +723,14 @@ def test_a_provider_without_an_http_instrumentation_leaves_the_server_span_to_us
     assert before < seen.arrived.at
 
 
-def test_a_span_of_middleware_that_reads_no_headers_does_not_cost_the_callers_trace(
+def test_a_middleware_span_keeps_the_callers_trace(
     watched: Watched, serve: Callable[..., int], spans: InMemorySpanExporter
 ) -> None:
+    """The middleware reads no trace headers."""
+
     class Authenticating(BaseHTTPMiddleware):
         async def dispatch(self, request: Any, call_next: Any) -> Any:
-            with trace.get_tracer("theirs").start_as_current_span("auth"):
+            with trace.get_tracer("application").start_as_current_span("auth"):
                 return await call_next(request)
 
     async def answer(request: Any) -> PlainTextResponse:
@@ -760,11 +743,11 @@ def test_a_span_of_middleware_that_reads_no_headers_does_not_cost_the_callers_tr
         posted(port, "/answer", headers=TRACEPARENT)
     for seen in ended(watched, 3):
         assert seen.arrived.parent_span_id.hex() == SPAN_ID
-        assert seen.arrived.flags & facts.OWN_SERVER_SPAN
+        assert seen.arrived.flags & events.OWN_SERVER_SPAN
 
 
 @pytest.mark.parametrize("status", [200, 503])
-def test_what_middleware_answers_is_watched_where_nobody_else_does(
+def test_response_from_middleware_is_traced_without_other_instrumentation(
     watched: Watched, serve: Callable[..., int], spans: InMemorySpanExporter, status: int
 ) -> None:
     class Refusing(BaseHTTPMiddleware):
@@ -779,7 +762,7 @@ def test_what_middleware_answers_is_watched_where_nobody_else_does(
     assert seen.arrived.parent_span_id.hex() == SPAN_ID
 
 
-def test_what_middleware_answers_inside_another_instrumentation_is_left_to_it(
+def test_a_middleware_response_inside_another_instrumentation_is_skipped(
     watched: Watched, serve: Callable[..., int], spans: InMemorySpanExporter
 ) -> None:
     class Refusing(BaseHTTPMiddleware):
@@ -793,7 +776,7 @@ def test_what_middleware_answers_inside_another_instrumentation_is_left_to_it(
     assert watched.requests == []
 
 
-def test_a_bare_application_inside_the_asgi_instrumentation_has_one_server_span(
+def test_application_inside_asgi_instrumentation_has_one_server_span(
     watched: Watched, serve: Callable[..., int], spans: InMemorySpanExporter
 ) -> None:
     instrumentation = pytest.importorskip(
@@ -801,14 +784,12 @@ def test_a_bare_application_inside_the_asgi_instrumentation_has_one_server_span(
     )
     posted(serve(instrumentation.OpenTelemetryMiddleware(bare)), "/", headers=TRACEPARENT)
     (seen,) = ended(watched)
-    assert seen.arrived.flags & facts.OWN_SERVER_SPAN
+    assert seen.arrived.flags & events.OWN_SERVER_SPAN
     assert {span.kind for span in spans.get_finished_spans()} == {trace.SpanKind.INTERNAL}
     assert {span.context.trace_id for span in spans.get_finished_spans()} == {int(TRACE_ID, 16)}
 
 
-def test_a_request_that_asks_another_application_in_this_process_is_its_parent(
-    watched: Watched, serve: Callable[..., int]
-) -> None:
+def test_call_to_another_application_in_process_is_child(watched: Watched, serve: Callable[..., int]) -> None:
     httpx = pytest.importorskip("httpx", reason="httpx is not installed")
     inner = make_app()
     app = FastAPI()
@@ -823,21 +804,21 @@ def test_a_request_that_asks_another_application_in_this_process_is_its_parent(
     outer = next(seen for seen in requests if seen.attributes.get("http.route") == "/proxy")
     other = next(seen for seen in requests if seen is not outer)
     assert other.arrived.parent_span_id == outer.arrived.span_id
-    assert not other.arrived.flags & facts.OWN_SERVER_SPAN
+    assert not other.arrived.flags & events.OWN_SERVER_SPAN
 
 
-def test_requests_leave_no_garbage_in_circles(watched: Watched, serve: Callable[..., int]) -> None:
+def test_requests_leave_no_reference_cycles(watched: Watched, serve: Callable[..., int]) -> None:
     async def answer(scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"3")]})
         await send({"type": "http.response.body", "body": b"yes", "more_body": False})
 
     connection = Connection(serve(answer, lifespan="off"))
-    connection.ask("/").read_until(b"yes")
+    connection.send_request("/").read_until(b"yes")
     gc.collect()
     gc.disable()
     try:
         for _ in range(20):
-            connection.ask("/").read_until(b"yes")
+            connection.send_request("/").read_until(b"yes")
         time.sleep(0.05)
         assert gc.collect() < 20
     finally:

@@ -1,4 +1,4 @@
-"""`torch` as it is installed: what is outermost, what is claimed, and that nothing else about a model changes."""
+"""The installed `torch`: which modules are outermost, which forwards are recorded, and that models stay unchanged."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import pytest
 from otel_infer.instrumentation.hooks.instrumentor import Instrumentor
 from otel_infer.instrumentation.torch import compile as dynamo
 from otel_infer.instrumentation.torch import cuda_graphs
-from otel_infer.instrumentation.torch import forward as ours
+from otel_infer.instrumentation.torch import forward as forward_hooks
 from otel_infer.ringbuffer import events
 from otel_infer.tracing import start
 from tests.support.rings import Recording, stages_of
@@ -51,10 +51,10 @@ class Net(nn.Module):  # type: ignore[misc, name-defined]
 
 @pytest.fixture(autouse=True)
 def installed() -> Iterator[Instrumentor]:
-    ours.instrumentor.install()
-    assert ours.instrumentor.status.state == "active", ours.instrumentor.status.drift
-    yield ours.instrumentor
-    ours.instrumentor.remove()
+    forward_hooks.instrumentor.install()
+    assert forward_hooks.instrumentor.status.state == "active", forward_hooks.instrumentor.status.drift
+    yield forward_hooks.instrumentor
+    forward_hooks.instrumentor.remove()
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def no_grad() -> Iterator[None]:
 
 
 def rows(recording: Recording) -> list[Any]:
-    """Of each request since the last call, the sizes of its forwards."""
+    """Returns the item counts of the forwards of each request since the last call."""
     return [[stage.attributes.get("infer.items") for stage in r.stages] for r in recording.records()]
 
 
@@ -75,10 +75,10 @@ def x(size: int = 4) -> Any:
 # ── what is recorded ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_the_forward_of_a_whole_model_is_one_stage(recording: Recording, no_grad: None) -> None:
+def test_forward_of_a_whole_model_is_one_stage(recording: Recording, no_grad: None) -> None:
     model = Net()
     model(x())
-    assert rows(recording) == []  # nobody said that it is for inference
+    assert rows(recording) == []  # not in evaluation mode yet
     assert model.eval() is model
     model(x())
     model(x(2))
@@ -88,7 +88,7 @@ def test_the_forward_of_a_whole_model_is_one_stage(recording: Recording, no_grad
     assert second.stages[0].attributes == {"infer.items": 2}
 
 
-def test_under_a_request_it_is_a_stage_even_with_gradients_on(recording: Recording) -> None:
+def test_forward_under_request_is_a_stage_with_gradients(recording: Recording) -> None:
     model = Net().eval()
     request = start.open_request("POST", owner="asgi", server=True)
     assert request is not None
@@ -101,7 +101,7 @@ def test_under_a_request_it_is_a_stage_even_with_gradients_on(recording: Recordi
     assert (record.operation, record.model) == ("inference", "Net")
 
 
-def test_training_is_no_request_and_train_takes_the_model_back(recording: Recording) -> None:
+def test_a_model_in_training_is_not_traced(recording: Recording) -> None:
     model = Net().eval()
     model(x())
     model.train()
@@ -110,14 +110,14 @@ def test_training_is_no_request_and_train_takes_the_model_back(recording: Record
     assert rows(recording) == []
 
 
-def test_frozen_layers_of_a_model_in_training_are_not_models(recording: Recording) -> None:
+def test_frozen_layers_of_model_in_training_are_not_models(recording: Recording) -> None:
     model = Net()
     for module in model.modules():
         if isinstance(module, nn.BatchNorm1d):
             module.eval()
     model(x()).sum().backward()
     assert rows(recording) == []
-    assert not ours._outermost_modules
+    assert not forward_hooks._outermost_modules
 
 
 def test_inference_mode_counts_as_gradients_off(recording: Recording) -> None:
@@ -127,9 +127,7 @@ def test_inference_mode_counts_as_gradients_off(recording: Recording) -> None:
     assert rows(recording) == [[4]]
 
 
-def test_a_forward_that_fails_is_an_error_and_its_exception_passes(
-    recording: Recording, no_grad: None
-) -> None:
+def test_a_failing_forward_is_an_error_and_reraises(recording: Recording, no_grad: None) -> None:
     model = Net().eval()
     with pytest.raises(RuntimeError):
         model(torch.rand(4, 9))
@@ -137,7 +135,7 @@ def test_a_forward_that_fails_is_an_error_and_its_exception_passes(
     assert (record.outcome, record.error_type) == (events.ERROR, "RuntimeError")
 
 
-def test_a_sequential_is_seen_and_those_inside_it_are_not(recording: Recording, no_grad: None) -> None:
+def test_only_the_outermost_sequential_is_traced(recording: Recording, no_grad: None) -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.ReLU())).eval()
     model(x())
     model[1](x())
@@ -146,7 +144,7 @@ def test_a_sequential_is_seen_and_those_inside_it_are_not(recording: Recording, 
     assert nn.Module.__dict__["_compiled_call_impl"] is None
 
 
-def test_hooks_of_the_user_run_once(recording: Recording, no_grad: None) -> None:
+def test_user_hooks_run_once(recording: Recording, no_grad: None) -> None:
     model = Net().eval()
     seen: list[str] = []
     model.register_forward_pre_hook(lambda module, args: seen.append("before"))
@@ -166,7 +164,7 @@ print(*instrumentor.parts.values(), instrumentor.status.drift)
 """
 
 
-def test_it_installs_while_torch_is_being_imported_and_compiling_waits_for_the_compiler() -> None:
+def test_install_during_torch_import_defers_the_compiler_part() -> None:
     done = subprocess.run(
         [sys.executable, "-c", IMPORTED_AFTERWARDS], capture_output=True, text=True, check=True
     )
@@ -174,20 +172,20 @@ def test_it_installs_while_torch_is_being_imported_and_compiling_waits_for_the_c
     assert done.stderr == ""
 
 
-# ── nothing else changes ─────────────────────────────────────────────────────────────────────────────────────────
+# ── models stay unchanged ────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_model_gives_what_it_gave(no_grad: None) -> None:
+def test_a_model_returns_the_same_output(no_grad: None) -> None:
     model = Net()
     data = x()
-    ours.instrumentor.remove()
+    forward_hooks.instrumentor.remove()
     before = model.eval()(data)
     model.train()
-    ours.instrumentor.install()
+    forward_hooks.instrumentor.install()
     assert torch.equal(model.eval()(data), before)
 
 
-def test_state_copies_and_pickles_hold_nothing_of_ours(recording: Recording, no_grad: None) -> None:
+def test_state_copies_and_pickles_contain_nothing_of_otel_infer(recording: Recording, no_grad: None) -> None:
     model = Net()
     before = set(vars(model))
     model.eval()
@@ -202,10 +200,10 @@ def test_state_copies_and_pickles_hold_nothing_of_ours(recording: Recording, no_
     data = x()
     for other in (copy.copy(model), copy.deepcopy(model), torch.load(saved, weights_only=False)):
         assert torch.equal(other(data), model(data))
-    assert len(rows(recording)) == 3  # the copies were not said to be for inference
+    assert len(rows(recording)) == 3  # the original only: the copies were never outermost in eval()
 
 
-def test_a_replica_runs_itself_and_not_its_original(recording: Recording, no_grad: None) -> None:
+def test_a_replica_runs_its_own_forward(recording: Recording, no_grad: None) -> None:
     model = Net().eval()
     replica = model._replicate_for_data_parallel()
     replica.forward = lambda x: "replica"
@@ -213,7 +211,7 @@ def test_a_replica_runs_itself_and_not_its_original(recording: Recording, no_gra
     assert rows(recording) == []
 
 
-def test_a_model_is_not_kept_alive_nor_in_a_circle(recording: Recording, no_grad: None) -> None:
+def test_a_model_is_freed_without_garbage_collection(recording: Recording, no_grad: None) -> None:
     gc.collect()
     gc.disable()
     try:
@@ -224,24 +222,22 @@ def test_a_model_is_not_kept_alive_nor_in_a_circle(recording: Recording, no_grad
         assert seen() is None
     finally:
         gc.enable()
-    assert not ours._outermost_modules
+    assert not forward_hooks._outermost_modules
 
 
-def test_uninstrument_restores_classes_and_a_second_instrument_finds_the_model_again(
-    recording: Recording, no_grad: None
-) -> None:
+def test_remove_restores_classes_and_reinstall_finds_the_model(recording: Recording, no_grad: None) -> None:
     model = Net().eval()
-    ours.instrumentor.remove()
+    forward_hooks.instrumentor.remove()
     assert "_compiled_call_impl" not in vars(Net)
     assert nn.Module.train.__code__.co_filename.endswith("module.py")
     model(x())
     assert rows(recording) == []
-    ours.instrumentor.install()
+    forward_hooks.instrumentor.install()
     model(x())
     assert rows(recording) == [[4]]
 
 
-def test_scripted_and_traced_models_are_seen(recording: Recording, no_grad: None) -> None:
+def test_scripted_and_traced_models_are_recorded(recording: Recording, no_grad: None) -> None:
     model = Net().eval()
     scripted = torch.jit.script(model)
     traced = torch.jit.trace(model, x(), check_trace=False)
@@ -255,7 +251,7 @@ def test_scripted_and_traced_models_are_seen(recording: Recording, no_grad: None
 
 def test_symbolic_tracing_still_keeps_modules_as_leaves(recording: Recording, no_grad: None) -> None:
     model = Net()
-    model.first.eval()  # a watched class inside what is traced
+    model.first.eval()  # a hooked class inside the traced model
     graph = torch.fx.symbolic_trace(model.eval())
     assert [node.target for node in graph.graph.nodes if node.op == "call_module"][:2] == [
         "first.norm",
@@ -266,11 +262,11 @@ def test_symbolic_tracing_still_keeps_modules_as_leaves(recording: Recording, no
     copy.deepcopy(graph)(data)
 
 
-def test_export_sees_a_model_without_us(no_grad: None) -> None:
+def test_export_produces_the_same_graph(no_grad: None) -> None:
     model = Net().eval()
-    ours.instrumentor.remove()
+    forward_hooks.instrumentor.remove()
     plain = torch.export.export(model, (x(),))
-    ours.instrumentor.install()
+    forward_hooks.instrumentor.install()
     program = torch.export.export(model, (x(),))
     assert [n.name for n in program.graph.nodes] == [n.name for n in plain.graph.nodes]
 
@@ -280,7 +276,7 @@ def test_export_sees_a_model_without_us(no_grad: None) -> None:
 
 @pytest.fixture
 def compiling() -> Iterator[list[int]]:
-    """How many graphs were compiled, by size."""
+    """Returns a list that receives the node count of each compiled graph."""
     torch._dynamo.reset()
     yield []
     torch._dynamo.reset()
@@ -294,7 +290,7 @@ def backend(graphs: list[int]) -> Any:
     return compile
 
 
-def test_a_compiled_model_is_one_stage_and_one_graph(
+def test_compiled_model_is_one_stage_and_one_graph(
     recording: Recording, no_grad: None, compiling: list[int]
 ) -> None:
     model = Net().eval()
@@ -308,11 +304,11 @@ def test_a_compiled_model_is_one_stage_and_one_graph(
     assert {record.model for record in records} == {"Net"}
 
 
-def test_a_compiled_model_compiles_the_graph_that_it_compiles_without_us(no_grad: None) -> None:
+def test_compiled_model_has_the_same_graph_when_instrumented(no_grad: None) -> None:
     counts = []
     for instrumented in (True, False):
         if not instrumented:
-            ours.instrumentor.remove()
+            forward_hooks.instrumentor.remove()
         torch._dynamo.reset()
         graphs: list[int] = []
         compiled = torch.compile(Net().eval(), backend=backend(graphs), fullgraph=True)
@@ -323,13 +319,13 @@ def test_a_compiled_model_compiles_the_graph_that_it_compiles_without_us(no_grad
     assert len(counts[0]) == 1
 
 
-def test_a_compilation_holds_up_the_request_that_waits_for_it(
+def test_compilation_is_a_pause_of_the_waiting_request(
     recording: Recording, no_grad: None, compiling: list[int]
 ) -> None:
     dynamo.instrumentor.install()
     try:
         assert dynamo.instrumentor.status.state == "active", dynamo.instrumentor.status.drift
-        torch._dynamo.reset()  # which forgets whoever asked by `on_compile_start`
+        torch._dynamo.reset()  # which drops the callbacks of `on_compile_start`
         compiled = torch.compile(Net().eval(), backend=backend(compiling))
         for _ in range(2):
             compiled(x())
@@ -342,7 +338,7 @@ def test_a_compilation_holds_up_the_request_that_waits_for_it(
     assert first.arrived_at < pause.started_at < pause.ended_at < first.ended_at
 
 
-def test_compile_in_place_is_seen_whenever_it_came(
+def test_compile_in_place_is_traced_before_and_after_eval(
     recording: Recording, no_grad: None, compiling: list[int]
 ) -> None:
     before, after = Net(), Net().eval()
@@ -357,11 +353,11 @@ def test_compile_in_place_is_seen_whenever_it_came(
 
 
 @pytest.mark.parametrize("with_hook", [False, True])
-def test_a_watched_model_inside_a_compiled_function_is_traced_through(
+def test_hooked_model_inside_a_compiled_function_is_inlined(
     recording: Recording, no_grad: None, compiling: list[int], with_hook: bool
 ) -> None:
     model = Net().eval()
-    if with_hook:  # dynamo then goes through the module's own `__call__`
+    if with_hook:  # dynamo then traces the module's own `__call__`
         model.register_forward_hook(lambda module, args, output: output + 1)
 
     @torch.compile(backend=backend(compiling), fullgraph=True)  # type: ignore[untyped-decorator]
@@ -373,7 +369,7 @@ def test_a_watched_model_inside_a_compiled_function_is_traced_through(
     embed(data)
     assert torch.allclose(got, model(data) * 2)
     assert len(compiling) == 1
-    assert len(recording.records()) == 1  # the one that was not compiled
+    assert len(recording.records()) == 1  # the call outside the compiled function
 
 
 # ── transformers ─────────────────────────────────────────────────────────────────────────────────────────────────
@@ -389,7 +385,7 @@ def transformers() -> Iterator[Any]:
     instrumentor.remove()
 
 
-def test_an_encoder_from_pretrained_is_seen_by_its_folders_name(
+def test_a_pretrained_encoder_is_named_after_its_folder(
     recording: Recording, transformers: Any, tiny_encoder: Path, no_grad: None
 ) -> None:
     model = transformers.AutoModel.from_pretrained(tiny_encoder)
@@ -401,7 +397,7 @@ def test_an_encoder_from_pretrained_is_seen_by_its_folders_name(
     assert record.stages[0].attributes == {"infer.items": 2}
 
 
-def test_a_pipeline_under_a_request_is_tokenize_and_forward(
+def test_pipeline_under_a_request_has_tokenize_and_forward(
     recording: Recording, transformers: Any, tiny_encoder: Path
 ) -> None:
     pipe = transformers.pipeline("feature-extraction", model=str(tiny_encoder), device="cpu")
@@ -428,7 +424,7 @@ def test_generate_and_its_forwards_are_one_request(
     assert record.operation == "inference"
 
 
-def test_the_forwards_of_continuous_batching_are_its_own(
+def test_continuous_batching_forwards_are_no_requests(
     recording: Recording, transformers: Any, tiny_llama: Path
 ) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(tiny_llama)
@@ -446,7 +442,7 @@ def test_the_forwards_of_continuous_batching_are_its_own(
     assert all("forward" not in stages_of(record) for record in records)
 
 
-def test_the_graphs_of_this_release_are_hooked_and_cuda_is_left_as_it_was(recording: Recording) -> None:
+def test_cuda_graph_hooks_bind_without_initializing_cuda(recording: Recording) -> None:
     before = torch.cuda.is_initialized()
     cuda_graphs.instrumentor.install()
     try:

@@ -1,4 +1,4 @@
-"""Tiny models, and a recording of what their `generate` and their batches state."""
+"""Tiny models, and a recording of their `generate` calls and batches."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.instrumentation.transformers.recorded import Recorded
 
 @pytest.fixture(scope="session")
 def loaded(tiny_llama: Path) -> Any:
-    """The model's weights, read once."""
+    """Returns the model; its weights are read once."""
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
@@ -27,7 +27,7 @@ def loaded(tiny_llama: Path) -> Any:
 
 @pytest.fixture
 def model(loaded: Any) -> Iterator[Any]:
-    """The tiny Llama, greedy, whose tokens can all be predicted; its settings are the test's to change."""
+    """Returns the tiny Llama with greedy decoding; the test may change its generation settings."""
     import copy
 
     config = loaded.generation_config
@@ -46,7 +46,7 @@ def tokenizer(tiny_llama: Path) -> Any:
 
 @pytest.fixture
 def recorded() -> Iterator[Recorded]:
-    """Facts are recorded, and no hook of ours has raised by the end of the test."""
+    """Records events; checks at the end of the test that no hook raised."""
     recorded = Recorded()
     yield recorded
     recorded.stop()

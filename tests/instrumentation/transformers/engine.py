@@ -1,6 +1,6 @@
-"""An engine of transformers' continuous batching for tests, driven by hand or by its own thread, and what it truly did.
+"""A transformers continuous batching engine for tests, driven by hand or by its own thread, with a log of its batches.
 
-The truth is taken where a batch becomes tensors, a place of which our hooks know nothing.
+The log is taken where a batch becomes tensors, which no hook of ours touches.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ PAGE = 16
 
 
 def prompt(tokens: int, start: int = 100) -> list[int]:
-    """Token ids that no special token is among."""
+    """Returns token ids without special tokens."""
     return list(range(start, start + tokens))
 
 
 def settings(**wanted: Any) -> ContinuousBatchingConfig:
-    """A configuration of these settings, less those that this release does not have."""
+    """Returns a configuration with these settings, less those that this release does not have."""
     known = {field.name for field in dataclasses.fields(ContinuousBatchingConfig)}
     page = {"page_size" if "page_size" in known else "block_size": PAGE}
     plain = {"use_async_batching": False, "use_cuda_graph": False, "allow_block_sharing": False}
-    asked = {**SIZES, **page, **plain, **wanted}
-    return ContinuousBatchingConfig(**{name: value for name, value in asked.items() if name in known})
+    values = {**SIZES, **page, **plain, **wanted}
+    return ContinuousBatchingConfig(**{name: value for name, value in values.items() if name in known})
 
 
 class Member(NamedTuple):
@@ -43,7 +43,7 @@ class Member(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """What one step truly ran, and the cache's own numbers at that time."""
+    """The members of one step, and the cache's own numbers at that time."""
 
     members: list[Member]
     running: int
@@ -52,7 +52,7 @@ class Batch(NamedTuple):
 
 
 class Engine:
-    """A manager on `model`. Call `step`, or `start` and wait."""
+    """A manager on `model`. Call `step`, or `start` and `wait`."""
 
     def __init__(self, model: Any, patch: pytest.MonkeyPatch, generation: Any = None, **wanted: Any) -> None:
         base = {"do_sample": False, "max_new_tokens": 8, "eos_token_id": -1, "pad_token_id": 0}
@@ -62,13 +62,13 @@ class Engine:
         )
         self.batches: list[Batch] = []
         self._processor: Any = None
-        self._watch(patch)
+        self._log_batches(patch)
 
-    # ── by hand ──────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── driven by hand ───────────────────────────────────────────────────────────────────────────────────────────
 
     @property
     def processor(self) -> Any:
-        """Made when first needed, by whoever runs the steps."""
+        """Returns the batch processor, which the first step creates."""
         return self._processor or self.manager.batch_processor
 
     @property
@@ -80,14 +80,14 @@ class Engine:
         return self.processor.cache
 
     def add(self, tokens: int | Sequence[int], **more: Any) -> str:
-        """One request; a number stands for a prompt of so many tokens."""
+        """Adds one request; a number stands for a prompt of that many tokens."""
         ids = prompt(tokens) if isinstance(tokens, int) else list(tokens)
         request_id = self.manager.add_request(ids, **more)
         assert request_id is not None
         return str(request_id)
 
     def step(self) -> bool:
-        """What the loop does once; False if there was nothing to do."""
+        """Runs the loop once; returns False if there was nothing to do."""
         with torch.no_grad():
             if self._processor is None:
                 self._processor = self.manager.batch_processor = self.manager._create_batch_processor()
@@ -98,39 +98,39 @@ class Engine:
         return True
 
     def run(self, steps: int = 500) -> None:
-        """Steps until nothing is left to do."""
+        """Runs steps until nothing is left to do."""
         for _ in range(steps):
             if not self.step() and not (self._processor.has_pending_requests()):
                 return
-        pytest.fail("the engine does not come to an end")
+        pytest.fail(f"the engine still has work after {steps} steps")
 
     def results(self) -> dict[str, Any]:
-        """What was delivered, the last of each request."""
+        """Returns the last output of each request."""
         found = {}
         while not self.manager.output_router.output_queue.empty():
             output = self.manager.output_router.output_queue.get_nowait()
             found[output.request_id] = output
         return found
 
-    # ── by its thread ────────────────────────────────────────────────────────────────────────────────────────────
+    # ── driven by its thread ─────────────────────────────────────────────────────────────────────────────────────
 
     def start(self) -> Engine:
         self.manager.start()
         return self
 
     def wait(self, count: int, timeout: float = 30.0) -> dict[str, Any]:
-        """The results of so many requests that are over."""
+        """Waits for `count` ended requests; returns their outputs."""
         found: dict[str, Any] = {}
         deadline = time.monotonic() + timeout
         while len(found) < count:
-            assert time.monotonic() < deadline, f"{len(found)} of {count} requests are over"
+            assert time.monotonic() < deadline, f"{len(found)} of {count} requests have ended"
             output = self.manager.get_result(timeout=0.2)
             if output is not None and output.status.name in ("FINISHED", "FAILED"):
                 found[output.request_id] = output
         return found
 
     def wait_for_steps(self, count: int, timeout: float = 30.0) -> None:
-        """Until so many steps have begun."""
+        """Waits until `count` steps have begun."""
         deadline = time.monotonic() + timeout
         while len(self.batches) < count:
             assert time.monotonic() < deadline, f"{len(self.batches)} of {count} steps have begun"
@@ -139,29 +139,29 @@ class Engine:
     def stop(self, **how: Any) -> None:
         self.manager.stop(block=True, timeout=20, **how)
 
-    # ── the truth ────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── the log of batches ───────────────────────────────────────────────────────────────────────────────────────
 
-    def _watch(self, patch: pytest.MonkeyPatch) -> None:
-        # Asked for twice whenever a manager ends, and slow in a test session.
+    def _log_batches(self, patch: pytest.MonkeyPatch) -> None:
+        # A manager collects garbage twice when it ends, which is slow in a test session.
         patch.setattr(gc, "collect", lambda *_: 0)
         original = input_outputs.ContinuousBatchingIOs.prepare_batch_tensors
 
         def prepare(ios: Any, requests_in_batch: Any, *args: Any, **kwargs: Any) -> Any:
             if self.processor is not None and ios.cache is self.processor.cache:
-                self._note(requests_in_batch)
+                self._log_batch(requests_in_batch)
             return original(ios, requests_in_batch, *args, **kwargs)
 
         patch.setattr(input_outputs.ContinuousBatchingIOs, "prepare_batch_tensors", prepare)
 
-    def _note(self, futures: Any) -> None:
+    def _log_batch(self, futures: Any) -> None:
         members = [
             Member(f.state.request_id, len(f.state.tokens_to_process), f.has_new_token) for f in futures
         ]
         running, waiting = len(self.scheduler.active_requests), len(self.scheduler.waiting_requests)
         self.batches.append(Batch(members, running, waiting, kv_used(self.cache)))
 
-    def of(self, request_id: str) -> list[tuple[int, Member]]:
-        """The steps (from 1) in which a request's sequences were."""
+    def steps_of(self, request_id: str) -> list[tuple[int, Member]]:
+        """Returns the steps (from 1) that contain a request's sequences."""
         return [
             (number, member)
             for number, batch in enumerate(self.batches, 1)

@@ -1,6 +1,6 @@
-"""Asynchronous batching without an accelerator: transformers' two pairs of inputs and outputs, on streams that do nothing.
+"""Asynchronous batching without an accelerator: transformers' two pairs args inputs and outputs, on streams without work.
 
-Everything that decides (what is scheduled while what is in flight, carried over, discarded) is the library's own code.
+The library's own code schedules, carries over and discards.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MODULES = ("continuous_api", "input_outputs", "model_runner", "offloading_manage
 
 
 class Stream(FakeStream):
-    """A stream, or an event on one, whose work is done at once, but for what a fake device is at."""
+    """A stream, or an event on one, that is done at once except for the fake device's work."""
 
     def record_event(self, event: Any) -> None: ...
 
@@ -29,17 +29,17 @@ class Stream(FakeStream):
 
 
 def pairs_on_the_host(patch: pytest.MonkeyPatch) -> None:
-    """Lets `ContinuousBatchingAsyncIOs` be made for the CPU."""
+    """Lets `ContinuousBatchingAsyncIOs` run on the CPU."""
     ios, pair = input_outputs.ContinuousBatchingIOs, input_outputs.HostDeviceIOPair
 
-    def make_pair(self: Any, *of: Any, **more: Any) -> None:
-        self.host_io, self.device_io = ios(*of, **more), ios(*of, **more)
+    def make_pair(self: Any, *args: Any, **more: Any) -> None:
+        self.host_io, self.device_io = ios(*args, **more), ios(*args, **more)
         self.h2d_over = self.compute_over = self.d2h_over = Stream()
 
-    def make(self: Any, *of: Any, **more: Any) -> None:
-        self.current_pair, self.io_pairs = 0, [pair(*of, **more), pair(*of, **more)]
+    def make(self: Any, *args: Any, **more: Any) -> None:
+        self.current_pair, self.io_pairs = 0, [pair(*args, **more), pair(*args, **more)]
         self.h2d_stream = self.d2h_stream = self.compute_stream = Stream()
-        self.max_batch_tokens = (more.get("cache") or of[0]).max_batch_tokens
+        self.max_batch_tokens = (more.get("cache") or args[0]).max_batch_tokens
 
     patch.setattr(pair, "__init__", make_pair)
     patch.setattr(input_outputs.ContinuousBatchingAsyncIOs, "__init__", make)

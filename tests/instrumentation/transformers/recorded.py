@@ -1,4 +1,4 @@
-"""The transformers integration installed for one test, and what it recorded."""
+"""Installs the transformers integration for one test and returns its records."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MODULES = (
 
 
 class Recorded(Recording):
-    """Installs the integration at its making, removes it at `stop`."""
+    """Installs the integration on creation, removes it at `stop`."""
 
     def __init__(self) -> None:
         for module in MODULES:
@@ -38,42 +38,42 @@ class Recorded(Recording):
 
     @property
     def raised(self) -> list[str]:
-        """What hooks of ours that raised sat on."""
+        """Returns the errors that hooks raised and the probe caught."""
         return probe._failures[self._failures :]
 
-    def one(self) -> RequestRecord:
-        """The only request that ended since the last look."""
+    def only_record(self) -> RequestRecord:
+        """Returns the only request that ended since the last call."""
         (record,) = self.records()
         return record
 
     def steps(self) -> list[StepRecord]:
-        """The engine's steps that were done since the last call, as of the last `records`."""
+        """Returns the engine steps done since the last call, as of the last `records`."""
         return self._assembler.drain_steps()
 
     def by_id(self) -> dict[str, RequestRecord]:
-        """The requests that ended since the last look, by the engine's id."""
+        """Returns the requests that ended since the last call, by the engine's id."""
         return {str(record.attributes["infer.request.id"]): record for record in self.records()}
 
 
-def served(name: str = "POST /generate") -> request_span.RequestSpan:
-    """A request as the HTTP side opens one; the test attaches and closes it."""
+def open_server_request(name: str = "POST /generate") -> request_span.RequestSpan:
+    """Opens a request as the HTTP integration does; the test attaches and closes it."""
     request = start.open_request(name, owner="asgi", server=True)
     assert request is not None
     return request
 
 
 def sizes(record: RequestRecord) -> list[int]:
-    """Own tokens of every step that delivered some."""
+    """Returns the own tokens of every step that delivered some."""
     return [] if record.steps is None else [int(tokens) for tokens in record.steps.tokens]
 
 
 def prefilled(record: RequestRecord) -> list[int]:
-    """Own prompt tokens of every prefill step."""
+    """Returns the own prompt tokens of every prefill step."""
     return [step.tokens for step in record.prefill_steps]
 
 
 def check_stages(record: RequestRecord, *names: str) -> None:
-    """These stages in this order, inside the request, none before the one before it."""
+    """Checks that the request has these stages in this order, without overlap."""
     assert stages_of(record) == list(names)
     began: Any = record.arrived_at
     for stage in sorted(record.stages, key=lambda stage: stage.started_at):

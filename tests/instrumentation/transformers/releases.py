@@ -1,4 +1,4 @@
-"""The releases of transformers that are claimed, and what hooks read of its objects."""
+"""The supported releases of transformers, and the object attributes that hooks read."""
 
 from __future__ import annotations
 

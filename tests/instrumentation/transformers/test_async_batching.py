@@ -1,4 +1,4 @@
-"""Asynchronous batching: two steps in flight, and what was computed for those who had gone."""
+"""Asynchronous batching: two steps in flight, and tokens computed for requests that have ended."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MOVES = {semconv.SPAN_H2D, semconv.SPAN_D2H}
 
 @pytest.fixture
 def make(model: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Engines that schedule a step while the one before it runs."""
+    """Creates engines that schedule a step while the previous step runs."""
     engines: list[Engine] = []
     attention = model.config._attn_implementation
 
@@ -52,7 +52,7 @@ def make(model: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def run(engine: Engine, *prompts: tuple[int, int]) -> dict[str, list[int]]:
-    """The tokens of these (prompt tokens, new tokens), by the engine's own thread."""
+    """Runs these (prompt tokens, new tokens) in the engine's own thread; returns the generated tokens."""
     ids = [
         engine.add(prompt(tokens, 100 + 40 * n), max_new_tokens=new)
         for n, (tokens, new) in enumerate(prompts)
@@ -64,16 +64,16 @@ def run(engine: Engine, *prompts: tuple[int, int]) -> dict[str, list[int]]:
     return {request_id: list(results[request_id].generated_tokens) for request_id in ids}
 
 
-def test_two_steps_in_flight_deliver_what_one_does(make: Make, recorded: Recorded) -> None:
-    asked = [(5, 4), (17, 9), (30, 6)]
-    ours = run(make(), *asked)
+def test_two_steps_in_flight_deliver_the_same_tokens(make: Make, recorded: Recorded) -> None:
+    prompts = [(5, 4), (17, 9), (30, 6)]
+    tokens_by_id = run(make(), *prompts)
     records, steps = recorded.by_id(), recorded.steps()
     instrumentor.remove()
-    assert run(make(), *asked) == ours
+    assert run(make(), *prompts) == tokens_by_id
     engine = make()
     engine.manager.continuous_batching_config.use_async_batching = False
-    assert run(engine, *asked) == ours
-    for (request_id, tokens), (length, new) in zip(ours.items(), asked):
+    assert run(engine, *prompts) == tokens_by_id
+    for (request_id, tokens), (length, new) in zip(tokens_by_id.items(), prompts):
         record = records[request_id]
         assert (len(tokens), record.output_tokens, sizes(record)) == (new, new, [1] * new)
         assert (record.outcome, record.finish_reasons, prefilled(record)[0]) == (
@@ -81,28 +81,28 @@ def test_two_steps_in_flight_deliver_what_one_does(make: Make, recorded: Recorde
             ("length",),
             length,
         )
-        # Each ran in one step more, which was scheduled before its last token was known.
+        # Each request ran in one step more, scheduled before its last token was known.
         assert record.discarded == 1
     overlaps = [after.started_at < before.ended_at for before, after in pairwise(steps)]
-    assert sum(overlaps) >= len(steps) - 3, "never two in flight"
+    assert sum(overlaps) >= len(steps) - 3, "never two steps in flight"
 
 
-def test_every_step_has_its_members_and_its_end(make: Make, recorded: Recorded) -> None:
+def test_every_step_has_its_members_and_end(make: Make, recorded: Recorded) -> None:
     engine = make(max_batch_tokens=24)
     run(engine, (7, 5), (40, 3), (3, 8), (19, 2))
     records, steps = recorded.by_id(), recorded.steps()
     assert [step.step for step in steps] == list(range(1, len(engine.batches) + 1))
     assert [step.size for step in steps] == [len(batch.members) for batch in engine.batches]
     for request_id, record in records.items():
-        delivering = [number for number, member in engine.of(request_id) if member.delivers]
+        delivering = [number for number, member in engine.steps_of(request_id) if member.delivers]
         assert record.steps is not None
         assert record.steps.step.tolist() == delivering[: record.output_tokens]
         assert len(delivering) - record.output_tokens == record.discarded
     assert all(before.ended_at <= after.ended_at for before, after in pairwise(steps))
 
 
-def test_a_step_that_nobody_waits_for_ends_with_the_last_who_did(make: Make, recorded: Recorded) -> None:
-    """The library fetches its result when the next request comes, which may be an hour later."""
+def test_unread_last_step_ends_with_its_last_request(make: Make, recorded: Recorded) -> None:
+    """The library fetches the result when the next request arrives, perhaps an hour later."""
     engine = make()
     engine.add(6, max_new_tokens=3)
     engine.start()
@@ -118,26 +118,26 @@ def test_a_step_that_nobody_waits_for_ends_with_the_last_who_did(make: Make, rec
     assert max(step.ended_at - step.started_at for step in steps) < 300_000_000
 
 
-def test_a_request_cancelled_in_flight_gets_nothing_more(make: Make, recorded: Recorded) -> None:
+def test_request_cancelled_in_flight_gets_no_more_tokens(make: Make, recorded: Recorded) -> None:
     engine = make()
-    goes = engine.add(6, max_new_tokens=1000)
-    stays = engine.add(prompt(6, 300), max_new_tokens=40)
+    cancelled = engine.add(6, max_new_tokens=1000)
+    running = engine.add(prompt(6, 300), max_new_tokens=40)
     engine.start()
     engine.wait_for_steps(6)
-    engine.manager.cancel_request(goes)
+    engine.manager.cancel_request(cancelled)
     engine.wait(1)
     engine.stop()
     records, steps = recorded.by_id(), recorded.steps()
-    record = records[goes]
+    record = records[cancelled]
     assert (record.outcome, record.error_type) == (events.ABORTED, "")
-    assert record.steps is not None and len(record.steps) < len(engine.of(goes))
+    assert record.steps is not None and len(record.steps) < len(engine.steps_of(cancelled))
     assert int(record.steps.ended_at[-1]) <= record.ended_at
-    assert sizes(records[stays]) == [1] * 40
+    assert sizes(records[running]) == [1] * 40
     assert [step.size for step in steps] == [len(batch.members) for batch in engine.batches]
 
 
 @pytest.mark.parametrize("space", [0.0, 0.05])
-def test_a_request_that_is_preempted_in_flight_goes_on(
+def test_a_request_preempted_in_flight_completes(
     space: float, make: Make, recorded: Recorded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     empty = torch.empty
@@ -147,27 +147,27 @@ def test_a_request_that_is_preempted_in_flight_goes_on(
     engine = make(num_blocks=6, safety_margin=0.0, cpu_offload_space=space)
     if space and not hasattr(engine.manager.continuous_batching_config, "cpu_offload_space"):
         pytest.skip("this release cannot offload to the host")
-    ours = run(engine, *[(PAGE - 2, 2 * PAGE + number) for number in range(4)])
+    tokens_by_id = run(engine, *[(PAGE - 2, 2 * PAGE + number) for number in range(4)])
     records = recorded.by_id()
-    assert sum(record.preemptions for record in records.values()) > 0, "nobody was preempted"
-    for number, (request_id, tokens) in enumerate(ours.items()):
+    assert sum(record.preemptions for record in records.values()) > 0, "no request was preempted"
+    for number, (request_id, tokens) in enumerate(tokens_by_id.items()):
         assert sum(sizes(records[request_id])) == len(tokens) == 2 * PAGE + number
         assert records[request_id].outcome == events.OK
 
 
-def test_transfers_are_said_of_those_whose_prompt_is_in_them(make: Make, recorded: Recorded) -> None:
+def test_transfers_belong_to_requests_with_a_prompt_chunk(make: Make, recorded: Recorded) -> None:
     engine = make(max_batch_tokens=16)
     run(engine, (30, 3), (5, 3))
     for request_id, record in recorded.by_id().items():
         names = [stage.name for stage in record.stages]
-        chunks = [member for _, member in engine.of(request_id) if member.tokens > 1]
+        chunks = [member for _, member in engine.steps_of(request_id) if member.tokens > 1]
         assert names.count("h2d") == names.count("d2h") == len(chunks) > 0
         for stage in record.stages:
             assert record.arrived_at <= stage.started_at <= stage.ended_at <= record.ended_at
 
 
 class Copies:
-    """When what was copied, bytes, and how long that took a device that is none: `COPY_NS` for each of the next `timed`."""
+    """Logs every copy (time, bytes, ns on the fake device); each of the next `timed` copies takes `COPY_NS`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.seen: list[tuple[int, int, int]] = []
@@ -183,14 +183,14 @@ class Copies:
             length = COPY_NS if self.timed > 0 else 0
             self.timed -= 1
             self.seen.append((_clock.now(), other.nbytes, length))
-            if length:  # a device that is behind for good is known too late
+            if length:  # a fake device that running behind would be measured too late
                 self.device.launch(length)
             return copy(into, other, *args, **more)
 
         monkeypatch.setattr(torch.Tensor, "copy_", copy_)
 
     def within(self, stage: Stage) -> list[list[int]]:
-        """Bytes and ns of each."""
+        """Returns the bytes and ns of each copy within the stage."""
         return [copied for at, *copied in self.seen if stage.started_at <= at <= stage.ended_at]
 
 
@@ -201,16 +201,12 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[Copies]:
     copies.timing.stop()
 
 
-def test_each_transfer_says_how_much_it_moved_and_how_long_the_device_was_at_it(
-    copies: Copies, make: Make, recorded: Recorded
-) -> None:
+def test_each_transfer_has_its_size_and_device_time(copies: Copies, make: Make, recorded: Recorded) -> None:
     engine = make(max_batch_tokens=16)
     engine.start()
     found: list[Stage] = []
     timed: list[Stage] = []
-    for turn in range(
-        40
-    ):  # the device is known some ms after the first that asked for it, and is read ten times a second
+    for turn in range(40):  # the device is found some ms after its first use, and polled ten times a second
         copies.timed = 20
         engine.add(prompt(30, 100 + 40 * turn), max_new_tokens=150)
         engine.wait(1)
@@ -230,8 +226,10 @@ def test_each_transfer_says_how_much_it_moved_and_how_long_the_device_was_at_it(
         assert semconv.DEVICE_BOTTLENECK not in stage.attributes
 
 
-def test_inputs_that_go_to_a_device_are_a_stage_and_what_is_there_already_is_none(recorded: Recorded) -> None:
-    inputs = transformers.BatchEncoding({"input_ids": torch.zeros(2, 5, dtype=torch.long), "words": "kept"})
+def test_moving_inputs_to_a_device_is_a_stage(recorded: Recorded) -> None:
+    inputs = transformers.BatchEncoding(
+        {"input_ids": torch.zeros(2, 5, dtype=torch.long), "words": "unchanged"}
+    )
     with otel_infer.request():
         inputs.to("cpu")
         inputs.to(torch.float16)  # refused with a warning
@@ -246,7 +244,7 @@ def test_inputs_that_go_to_a_device_are_a_stage_and_what_is_there_already_is_non
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_two_steps_in_flight_deliver_what_one_does(
+def test_on_gpu_two_steps_in_flight_deliver_same(
     model: Any, monkeypatch: pytest.MonkeyPatch, recorded: Recorded
 ) -> None:
     model.to("cuda")

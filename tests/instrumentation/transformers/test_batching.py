@@ -1,4 +1,4 @@
-"""Continuous batching as it is installed: every step with everyone in it, and every way in and out."""
+"""The installed continuous batching: every step with all its members, and every way a request starts and ends."""
 
 from __future__ import annotations
 
@@ -16,7 +16,13 @@ from otel_infer.assembly.records.request import RequestRecord
 from otel_infer.instrumentation.transformers import instrumentor
 from otel_infer.ringbuffer import events
 from otel_infer.tracing import start
-from tests.instrumentation.transformers.recorded import Recorded, check_stages, prefilled, served, sizes
+from tests.instrumentation.transformers.recorded import (
+    Recorded,
+    check_stages,
+    open_server_request,
+    prefilled,
+    sizes,
+)
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -30,7 +36,7 @@ Make = Callable[..., Engine]
 
 @pytest.fixture
 def make(model: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
-    """Engines on the tiny model; whatever still runs at the end is stopped."""
+    """Creates engines on the tiny model; stops those still running at the end."""
     engines: list[Engine] = []
     attention = model.config._attn_implementation
 
@@ -49,24 +55,24 @@ def make(model: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
 def check(
     engine: Engine, records: dict[str, RequestRecord], steps: list[StepRecord], before: int = 0
 ) -> None:
-    """The records against what the engine truly ran; `before`: steps of the same log that others made."""
+    """Compares the records with the engine's batches; `before` counts earlier steps of the same log."""
     assert [step.size for step in steps] == [len(batch.members) for batch in engine.batches]
     assert [step.step for step in steps] == [before + number for number in range(1, len(steps) + 1)]
     for request_id, record in records.items():
         delivered: dict[int, int] = {}
-        for number, member in engine.of(request_id):
+        for number, member in engine.steps_of(request_id):
             delivered[before + number] = delivered.get(before + number, 0) + member.delivers
-        truth = {step: tokens for step, tokens in delivered.items() if tokens}
+        expected = {step: tokens for step, tokens in delivered.items() if tokens}
         assert record.steps is not None
-        assert dict(zip(record.steps.step.tolist(), record.steps.tokens.tolist())) == truth
+        assert dict(zip(record.steps.step.tolist(), record.steps.tokens.tolist())) == expected
         assert record.steps.batch_size.tolist() == [
-            len(engine.batches[step - before - 1].members) for step in truth
+            len(engine.batches[step - before - 1].members) for step in expected
         ]
         assert not record.telemetry_lost and not record.steps_evicted
 
 
 def check_loads(engine: Engine, steps: list[StepRecord]) -> None:
-    """Running, waiting and KV usage of every step are the scheduler's and the cache's own."""
+    """Checks that running, waiting and KV usage of every step are the scheduler's and the cache's own."""
     assert [(step.running, step.waiting) for step in steps] == [
         (b.running, b.waiting) for b in engine.batches
     ]
@@ -83,9 +89,7 @@ def outputs(results: dict[str, Any]) -> dict[str, list[int]]:
 # ── every step ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_batch_gives_the_same_tokens_and_every_step_is_told(
-    model: Any, make: Make, recorded: Recorded
-) -> None:
+def test_batch_returns_same_tokens_and_records_every_step(model: Any, make: Make, recorded: Recorded) -> None:
     prompts = [prompt(tokens) for tokens in (5, 17, 30, 9)]
 
     def call() -> Any:
@@ -99,11 +103,11 @@ def test_a_batch_gives_the_same_tokens_and_every_step_is_told(
             continuous_batching_config=engine.manager.continuous_batching_config,
         )
 
-    ours = call()
+    results = call()
     records = recorded.by_id()
     instrumentor.remove()
-    assert outputs(ours) == outputs(call())
-    assert sorted(records) == sorted(ours)
+    assert outputs(results) == outputs(call())
+    assert sorted(records) == sorted(results)
     for number, tokens in enumerate(prompts):
         record = records[f"req_{number}"]
         check_stages(record, "queue", "prefill", "decode")
@@ -132,7 +136,7 @@ def test_every_step_has_the_schedulers_members(scheduler: str, make: Make, recor
     check_loads(engine, steps)
     for request_id in ids:
         record = records[request_id]
-        chunks = [member.tokens for _, member in engine.of(request_id)]
+        chunks = [member.tokens for _, member in engine.steps_of(request_id)]
         prompt_chunks = chunks[: len(chunks) - len(sizes(record)) + 1]
         assert prefilled(record) == prompt_chunks and sum(prompt_chunks) == record.input_tokens
     assert any(len(record.prefill_steps) > 1 for record in records.values()), "no prompt was split"
@@ -141,7 +145,7 @@ def test_every_step_has_the_schedulers_members(scheduler: str, make: Make, recor
     ]
 
 
-def test_a_shared_prefix_is_not_computed_again_and_membership_holds(make: Make, recorded: Recorded) -> None:
+def test_a_shared_prefix_is_not_computed_again(make: Make, recorded: Recorded) -> None:
     engine = make(allow_block_sharing=True)
     first = engine.add(3 * PAGE, max_new_tokens=2 * PAGE)
     engine.run()
@@ -154,7 +158,7 @@ def test_a_shared_prefix_is_not_computed_again_and_membership_holds(make: Make, 
     assert sum(prefilled(records[again])) < records[again].input_tokens == 3 * PAGE + 4
 
 
-def test_sequences_that_fork_are_one_request(make: Make, recorded: Recorded) -> None:
+def test_forked_sequences_are_one_request(make: Make, recorded: Recorded) -> None:
     engine = make({"num_return_sequences": 3, "do_sample": True})
     request_id = engine.add(10, max_new_tokens=5)
     other = engine.add(6, max_new_tokens=2)
@@ -169,7 +173,7 @@ def test_sequences_that_fork_are_one_request(make: Make, recorded: Recorded) -> 
     assert (records[other].output_tokens, sizes(records[other])) == (6, [3] * 2)
 
 
-def test_an_end_of_sequence_is_a_stop(make: Make, recorded: Recorded) -> None:
+def test_an_end_of_sequence_token_is_a_stop(make: Make, recorded: Recorded) -> None:
     engine = make()
     engine.add(5, max_new_tokens=4)
     engine.run()
@@ -185,12 +189,12 @@ def test_one_token_is_a_prefill_and_no_decode(make: Make, recorded: Recorded) ->
     engine = make()
     engine.add(5, max_new_tokens=1)
     engine.run()
-    record = recorded.one()
+    record = recorded.only_record()
     check_stages(record, "queue", "prefill")
     assert sizes(record) == [1]
 
 
-def test_the_queue_is_split_where_the_scheduler_first_saw_the_request(make: Make, recorded: Recorded) -> None:
+def test_queue_time_splits_at_the_schedulers_first_sight(make: Make, recorded: Recorded) -> None:
     engine = make(max_batch_tokens=16)
     engine.add(16, max_new_tokens=2)
     late = engine.add(16, max_new_tokens=2)
@@ -205,36 +209,36 @@ def test_the_queue_is_split_where_the_scheduler_first_saw_the_request(make: Make
 # ── preemption ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def crowded(make: Make, **more: Any) -> Engine:
-    """A cache too small for what is running in it."""
+def overfull_engine(make: Make, **more: Any) -> Engine:
+    """An engine whose cache is too small for its running requests."""
     engine = make(num_blocks=6, safety_margin=0.0, **more)
     for number in range(4):
         engine.add(prompt(PAGE - 2, 100 + 50 * number), max_new_tokens=2 * PAGE + number)
     return engine
 
 
-def test_a_soft_reset_is_a_preemption_and_the_request_goes_on(make: Make, recorded: Recorded) -> None:
-    engine = crowded(make)
+def test_soft_reset_is_preemption_and_the_request_completes(make: Make, recorded: Recorded) -> None:
+    engine = overfull_engine(make)
     engine.run()
-    ours = outputs(engine.results())
+    outputs_before = outputs(engine.results())
     records, steps = recorded.by_id(), recorded.steps()
     check(engine, records, steps)
-    assert sum(record.preemptions for record in records.values()) > 0, "nobody was preempted"
+    assert sum(record.preemptions for record in records.values()) > 0, "no request was preempted"
     for number, (request_id, record) in enumerate(sorted(records.items())):
         assert (record.outcome, record.output_tokens) == (events.OK, 2 * PAGE + number)
-        assert sum(sizes(record)) == len(ours[request_id]) == 2 * PAGE + number
+        assert sum(sizes(record)) == len(outputs_before[request_id]) == 2 * PAGE + number
         assert record.finish_reasons == ("length",)
     instrumentor.remove()
-    again = crowded(make)
+    again = overfull_engine(make)
     again.run()
-    assert outputs(again.results()) == ours
+    assert outputs(again.results()) == outputs_before
 
 
-class Events:
-    """In the place of a copy into pinned memory, which needs an accelerator."""
+class PageableMemory:
+    """Replaces pinned memory, which needs an accelerator."""
 
     @staticmethod
-    def to_pageable(patch: pytest.MonkeyPatch) -> None:
+    def install(patch: pytest.MonkeyPatch) -> None:
         empty = torch.empty
 
         def pageable(*args: Any, **kwargs: Any) -> Any:
@@ -244,26 +248,26 @@ class Events:
         patch.setattr(torch, "empty", pageable)
 
 
-def test_an_offload_to_the_host_is_a_preemption_that_computes_nothing_again(
+def test_an_offload_is_a_preemption_without_recomputation(
     make: Make, recorded: Recorded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    Events.to_pageable(monkeypatch)
-    engine = crowded(make, cpu_offload_space=0.05)
+    PageableMemory.install(monkeypatch)
+    engine = overfull_engine(make, cpu_offload_space=0.05)
     if not hasattr(engine.manager.continuous_batching_config, "cpu_offload_space"):
         pytest.skip("this release cannot offload to the host")
     engine.run()
     records, steps = recorded.by_id(), recorded.steps()
     check(engine, records, steps)
-    assert sum(record.preemptions for record in records.values()) > 0, "nobody was preempted"
+    assert sum(record.preemptions for record in records.values()) > 0, "no request was preempted"
     for number, (_, record) in enumerate(sorted(records.items())):
         assert (record.outcome, sum(sizes(record))) == (events.OK, 2 * PAGE + number)
         assert prefilled(record) == [PAGE - 2]
 
 
-# ── cancelled ────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── cancellation ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_cancelled_while_it_waits(make: Make, recorded: Recorded) -> None:
+def test_a_waiting_request_can_be_cancelled(make: Make, recorded: Recorded) -> None:
     engine = make(max_batch_tokens=8)
     running = engine.add(20, max_new_tokens=2)
     waiting = engine.add(6, max_new_tokens=5)
@@ -277,65 +281,63 @@ def test_cancelled_while_it_waits(make: Make, recorded: Recorded) -> None:
     assert records[running].outcome == events.OK
 
 
-def test_cancelled_in_its_prefill(make: Make, recorded: Recorded) -> None:
+def test_a_request_cancelled_in_prefill_has_no_output(make: Make, recorded: Recorded) -> None:
     engine = make(max_batch_tokens=8)
     request_id = engine.add(20, max_new_tokens=2)
     engine.step()
     engine.manager.cancel_request(request_id)
     engine.run()
-    record = recorded.one()
+    record = recorded.only_record()
     assert (record.outcome, record.failed_stage, record.output_tokens) == (events.ABORTED, "prefill", 0)
     assert prefilled(record) == [8]
 
 
-def test_cancelled_in_its_decode_it_is_in_no_later_step(make: Make, recorded: Recorded) -> None:
+def test_request_cancelled_in_decode_is_in_no_later_step(make: Make, recorded: Recorded) -> None:
     engine = make()
-    goes = engine.add(6, max_new_tokens=20)
-    stays = engine.add(9, max_new_tokens=20)
+    cancelled = engine.add(6, max_new_tokens=20)
+    running = engine.add(9, max_new_tokens=20)
     for _ in range(4):
         engine.step()
-    engine.manager.cancel_request(goes)
+    engine.manager.cancel_request(cancelled)
     engine.run()
     records, steps = recorded.by_id(), recorded.steps()
     check(engine, records, steps)
-    record = records[goes]
+    record = records[cancelled]
     assert (record.outcome, record.error_type, record.finish_reasons) == (events.ABORTED, "", ("abort",))
     assert (sizes(record), record.output_tokens, record.failed_stage) == ([1] * 4, 4, "decode")
-    assert sizes(records[stays]) == [1] * 20
+    assert sizes(records[running]) == [1] * 20
 
 
-def test_the_parent_of_sequences_cancelled_before_they_forked_ends_all(
-    make: Make, recorded: Recorded
-) -> None:
+def test_cancelling_before_the_fork_ends_all_sequences(make: Make, recorded: Recorded) -> None:
     engine = make({"num_return_sequences": 3, "do_sample": True}, max_batch_tokens=8)
     request_id = engine.add(20, max_new_tokens=4)
     engine.step()
     engine.manager.cancel_request(request_id)
     engine.run()
-    assert recorded.one().outcome == events.ABORTED
+    assert recorded.only_record().outcome == events.ABORTED
     assert recorded.in_flight == 0
 
 
-def test_one_of_several_sequences_cancelled_leaves_the_others(make: Make, recorded: Recorded) -> None:
+def test_cancelling_one_sequence_leaves_the_others(make: Make, recorded: Recorded) -> None:
     engine = make({"num_return_sequences": 3, "do_sample": True})
     request_id = engine.add(6, max_new_tokens=6)
     for _ in range(3):
         engine.step()
     engine.manager.cancel_request(f"{request_id}__child#0")
     engine.run()
-    record, steps = recorded.one(), recorded.steps()
+    record, steps = recorded.only_record(), recorded.steps()
     check(engine, {request_id: record}, steps)
     assert (record.outcome, sorted(record.finish_reasons)) == (events.OK, ["abort", "length", "length"])
     assert sizes(record) == [3, 3, 2, 2, 2, 2]
 
 
-# ── what goes wrong ──────────────────────────────────────────────────────────────────────────────────────────────
+# ── errors ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_one_request_that_is_refused_fails_alone(make: Make, recorded: Recorded) -> None:
+def test_a_refused_request_fails_alone(make: Make, recorded: Recorded) -> None:
     engine = make()
     if not hasattr(engine.manager.logit_processor, "check_kwargs"):
-        pytest.skip("this release takes no keyword of a request for its logits processors")
+        pytest.skip("this release passes no request arguments to its logits processors")
     good = engine.add(6, max_new_tokens=3)
     bad = engine.add(6, max_new_tokens=3, temperature="warm")
     engine.run()
@@ -347,8 +349,8 @@ def test_one_request_that_is_refused_fails_alone(make: Make, recorded: Recorded)
     assert records[good].outcome == events.OK
 
 
-def breaking(engine: Engine, patch: pytest.MonkeyPatch, after: int) -> None:
-    """The forward of this engine's next steps fails, after so many."""
+def break_forward(engine: Engine, patch: pytest.MonkeyPatch, after: int) -> None:
+    """Makes this engine's forward fail after `after` steps."""
     calls = iter(range(1000))
     step = engine.manager._generation_step
 
@@ -360,11 +362,11 @@ def breaking(engine: Engine, patch: pytest.MonkeyPatch, after: int) -> None:
     patch.setattr(engine.manager, "_generation_step", broken)
 
 
-def test_a_fatal_error_of_the_loop_fails_everyone(
+def test_fatal_error_in_the_loop_fails_all_requests(
     make: Make, recorded: Recorded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make(max_batch_tokens=24)
-    breaking(engine, monkeypatch, after=3)
+    break_forward(engine, monkeypatch, after=3)
     ids = [engine.add(20, max_new_tokens=8) for _ in range(3)]
     engine.start()
     results = engine.wait(3)
@@ -377,18 +379,18 @@ def test_a_fatal_error_of_the_loop_fails_everyone(
         assert record.finish_reasons == ("error",)
         assert "no telemetry" not in repr(record)
     assert recorded.in_flight == 0
-    assert len(recorded.steps()) == 4, "the step that failed ended with those in it"
+    assert len(recorded.steps()) == 4, "the failed step is missing"
     assert sum(record.output_tokens for record in records.values()) == sum(
         member.delivers for batch in engine.batches[:3] for member in batch.members
     )
 
 
-def test_an_engine_that_cannot_be_made_fails_whoever_waited(
+def test_an_engine_that_cannot_start_fails_waiting_requests(
     make: Make, recorded: Recorded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make()
     if not hasattr(engine.manager.output_router, "fail_and_deliver"):
-        pytest.skip("this release tells nobody")
+        pytest.skip("this release does not report the failure")
 
     def impossible() -> Any:
         raise MemoryError
@@ -397,11 +399,11 @@ def test_an_engine_that_cannot_be_made_fails_whoever_waited(
     engine.add(5)
     engine.start()
     engine.wait(1)
-    record = recorded.one()
+    record = recorded.only_record()
     assert (record.outcome, record.error_type, record.failed_stage) == (events.ERROR, "MemoryError", "queue")
 
 
-def test_a_full_queue_is_the_callers_error(
+def test_full_queue_is_an_error_of_the_request(
     make: Make, recorded: Recorded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import queue
@@ -414,27 +416,27 @@ def test_a_full_queue_is_the_callers_error(
     monkeypatch.setattr(engine.manager.input_queue, "put", full)
     with pytest.raises(queue.Full):
         engine.add(5)
-    record = recorded.one()
+    record = recorded.only_record()
     assert (record.outcome, record.error_type, record.failed_stage) == (events.ERROR, "Full", "queue")
 
 
-def test_a_manager_that_takes_no_more_rejects(make: Make, recorded: Recorded) -> None:
+def test_a_stopped_manager_rejects_requests(make: Make, recorded: Recorded) -> None:
     engine = make()
     engine.start()
     engine.add(5, max_new_tokens=2)
     engine.wait(1)
     engine.stop()
-    assert recorded.one().outcome == events.OK
+    assert recorded.only_record().outcome == events.OK
     if engine.manager.add_request(prompt(5)) is not None:
-        pytest.skip("this release takes requests that nobody will serve")
-    record = recorded.one()
+        pytest.skip("this release accepts requests after the stop")
+    record = recorded.only_record()
     assert (record.outcome, record.error_type) == (events.ERROR, "rejected")
 
 
 # ── the loop ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_manager_that_is_stopped_finishes_its_work_and_so_do_we(make: Make, recorded: Recorded) -> None:
+def test_a_stopped_manager_completes_and_records_its_work(make: Make, recorded: Recorded) -> None:
     engine = make().start()
     ids = [engine.add(8, max_new_tokens=12) for _ in range(4)]
     engine.wait(1)
@@ -445,10 +447,10 @@ def test_a_manager_that_is_stopped_finishes_its_work_and_so_do_we(make: Make, re
     check(engine, records, recorded.steps())
 
 
-def test_a_manager_that_is_stopped_hard_fails_its_work(make: Make, recorded: Recorded) -> None:
+def test_a_hard_stop_fails_running_requests(make: Make, recorded: Recorded) -> None:
     engine = make().start()
     if not hasattr(engine.manager, "background_thread_status"):
-        pytest.skip("this release knows no hard stop")
+        pytest.skip("this release has no hard stop")
     ids = [engine.add(8, max_new_tokens=1000) for _ in range(4)]
     engine.wait_for_steps(1)
     engine.stop(hard_stop=True)
@@ -459,20 +461,20 @@ def test_a_manager_that_is_stopped_hard_fails_its_work(make: Make, recorded: Rec
     }
 
 
-def test_two_managers_at_once_have_steps_of_their_own(make: Make, recorded: Recorded) -> None:
+def test_two_managers_at_once_have_separate_steps(make: Make, recorded: Recorded) -> None:
     engines = [make().start(), make().start()]
     ids = [[engine.add(5 + number, max_new_tokens=9) for number in range(3)] for engine in engines]
     for engine in engines:
         engine.wait(3)
         engine.stop()
     records = recorded.records()
-    assert len(records) == 6 and ids[0] == ids[1], "request ids repeat, and must not be looked up by"
+    assert len(records) == 6 and ids[0] == ids[1], "both managers must use the same request ids"
     for record in records:
         assert (sizes(record), record.outcome) == ([1] * 9, events.OK)
         assert record.steps is not None and int(record.steps.batch_size.max()) <= 3
 
 
-def test_managers_one_after_another_share_one_step_log(model: Any, make: Make, recorded: Recorded) -> None:
+def test_successive_managers_share_one_step_log(model: Any, make: Make, recorded: Recorded) -> None:
     for _ in range(3):
         engine = make().start()
         engine.add(5, max_new_tokens=2)
@@ -483,12 +485,12 @@ def test_managers_one_after_another_share_one_step_log(model: Any, make: Make, r
     assert [sizes(record) for record in recorded.records()] == [[1, 1]] * 6
 
 
-def test_a_manager_that_is_started_again_after_a_failure_goes_on(
+def test_a_manager_restarted_after_a_failure_records_again(
     make: Make, recorded: Recorded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make()
     with monkeypatch.context() as broken:
-        breaking(engine, broken, after=2)
+        break_forward(engine, broken, after=2)
         engine.add(6, max_new_tokens=5)
         engine.start()
         engine.wait(1)
@@ -500,7 +502,7 @@ def test_a_manager_that_is_started_again_after_a_failure_goes_on(
     request_id = engine.add(6, max_new_tokens=5)
     engine.wait(1)
     engine.stop()
-    record = recorded.one()
+    record = recorded.only_record()
     check(engine, {request_id: record}, recorded.steps(), before=3)
 
 
@@ -512,20 +514,20 @@ def test_a_warm_up_is_no_step(make: Make, recorded: Recorded) -> None:
     engine.add(5, max_new_tokens=2)
     engine.wait(1)
     engine.stop()
-    assert sizes(recorded.one()) == [1, 1]
+    assert sizes(recorded.only_record()) == [1, 1]
 
 
-def test_a_loop_belongs_to_no_request(make: Make, recorded: Recorded) -> None:
+def test_the_batching_loop_has_no_current_request(make: Make, recorded: Recorded) -> None:
     seen: list[Any] = []
     engine = make()
     step = engine.manager._generation_step
 
-    def looks() -> None:
+    def checked_step() -> None:
         seen.append(start.current_request())
         step()
 
-    engine.manager._generation_step = looks
-    request = served()
+    engine.manager._generation_step = checked_step
+    request = open_server_request()
     token = request.attach()
     engine.start()
     engine.add(5, max_new_tokens=2)
@@ -536,55 +538,57 @@ def test_a_loop_belongs_to_no_request(make: Make, recorded: Recorded) -> None:
     assert seen and set(seen) == {None}
 
 
-# ── whose request it is ──────────────────────────────────────────────────────────────────────────────────────────
+# ── the owner of a request ───────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_inside_a_servers_request_sequences_are_its_stages(make: Make, recorded: Recorded) -> None:
+def test_sequences_in_a_servers_request_are_its_stages(make: Make, recorded: Recorded) -> None:
     engine = make()
-    request = served()
+    request = open_server_request()
     token = request.attach()
     request_id = engine.add(7, max_new_tokens=4)
     start.detach(token)
     engine.run()
-    assert recorded.records() == [], "whoever opened it closes it"
+    assert recorded.records() == [], "the server must close the request"
     request.close(status_code=200)
-    record = recorded.one()
+    record = recorded.only_record()
     check_stages(record, "ingress", "queue", "prefill", "decode", "postprocess")
     check(engine, {request_id: record}, recorded.steps())
     assert (record.input_tokens, record.output_tokens, record.model) == (7, 4, "tiny-llama")
 
 
-def test_several_prompts_of_a_servers_request_are_counted_together(make: Make, recorded: Recorded) -> None:
+def test_prompts_of_one_servers_request_are_added_up(make: Make, recorded: Recorded) -> None:
     engine = make()
-    request = served()
+    request = open_server_request()
     token = request.attach()
     ids = [engine.add(prompt(tokens), max_new_tokens=new) for tokens, new in ((7, 4), (5, 2))]
     start.detach(token)
     engine.run()
     request.close(status_code=200)
-    record = recorded.one()
+    record = recorded.only_record()
     assert (record.sequences, record.input_tokens, record.output_tokens) == (2, 12, 6)
-    delivered = [number for request_id in ids for number, member in engine.of(request_id) if member.delivers]
+    delivered = [
+        number for request_id in ids for number, member in engine.steps_of(request_id) if member.delivers
+    ]
     assert sum(sizes(record)) == len(delivered) == 6
 
 
-def test_a_servers_request_whose_sequence_fails_is_an_error(
+def test_a_failed_sequence_fails_the_servers_request(
     make: Make, recorded: Recorded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make()
-    breaking(engine, monkeypatch, after=2)
-    request = served()
+    break_forward(engine, monkeypatch, after=2)
+    request = open_server_request()
     token = request.attach()
     engine.add(7, max_new_tokens=4)
     start.detach(token)
     engine.start()
     engine.wait(1)
     request.close(status_code=200)
-    record = recorded.one()
+    record = recorded.only_record()
     assert (record.outcome, record.error_type) == (events.ERROR, "MemoryError")
 
 
-def test_requests_added_from_many_threads_keep_their_own(make: Make, recorded: Recorded) -> None:
+def test_requests_from_many_threads_keep_their_own_records(make: Make, recorded: Recorded) -> None:
     engine = make(max_batch_tokens=32).start()
 
     def work(number: int) -> None:
@@ -605,7 +609,7 @@ def test_requests_added_from_many_threads_keep_their_own(make: Make, recorded: R
     )
 
 
-def test_add_requests_names_them_as_it_did(make: Make, recorded: Recorded) -> None:
+def test_add_requests_keeps_the_librarys_request_ids(make: Make, recorded: Recorded) -> None:
     engine = make(allow_block_sharing=True)
     engine.manager.add_requests([prompt(4), prompt(6, 300)], max_new_tokens=2)
     engine.run()
@@ -616,19 +620,19 @@ def test_add_requests_names_them_as_it_did(make: Make, recorded: Recorded) -> No
     }
 
 
-def test_a_stream_is_a_stream(make: Make, recorded: Recorded) -> None:
+def test_streaming_yields_each_token(make: Make, recorded: Recorded) -> None:
     engine = make().start()
     request_id = engine.add(6, max_new_tokens=5, streaming=True)
     lengths = [len(output.generated_tokens) for output in engine.manager.request_id_iter(request_id)]
     engine.stop()
     assert lengths[-1] == 5 and lengths == sorted(set(lengths))
-    assert sizes(recorded.one()) == [1] * 5
+    assert sizes(recorded.only_record()) == [1] * 5
 
 
-def test_a_result_handler_is_called_where_it_was(make: Make, recorded: Recorded) -> None:
+def test_a_result_handler_is_called_for_each_token(make: Make, recorded: Recorded) -> None:
     engine = make().start()
 
-    async def ask() -> list[int]:
+    async def run() -> list[int]:
         got: list[int] = []
         over = asyncio.Event()
 
@@ -642,12 +646,12 @@ def test_a_result_handler_is_called_where_it_was(make: Make, recorded: Recorded)
         await asyncio.wait_for(over.wait(), 20)
         return got
 
-    assert asyncio.run(ask()) == [1, 2, 3]
+    assert asyncio.run(run()) == [1, 2, 3]
     engine.stop()
     assert recorded.by_id()["mine"].output_tokens == 3
 
 
-def test_generate_on_a_paged_cache_is_its_batch(
+def test_generate_on_a_paged_cache_records_its_batch(
     model: Any, recorded: Recorded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from tests.instrumentation.transformers.engine import settings
@@ -659,21 +663,21 @@ def test_generate_on_a_paged_cache_is_its_batch(
 
     monkeypatch.setattr(type(model), "init_continuous_batching", small)
     ids = torch.tensor([prompt(5), prompt(5, 300)])
-    ask = {"cache_implementation": "paged", "max_new_tokens": 3, "eos_token_id": -1, "pad_token_id": 0}
+    options = {"cache_implementation": "paged", "max_new_tokens": 3, "eos_token_id": -1, "pad_token_id": 0}
     try:
-        result = model.generate(ids, **ask)
+        result = model.generate(ids, **options)
     except Exception as reason:
-        pytest.skip(f"this release cannot do it either: {type(reason).__name__}")
+        pytest.skip(f"this release cannot do it without otel_infer either: {type(reason).__name__}")
     assert result.numel() == 2 * 8
     records = recorded.by_id()
     assert sorted(records) == ["req_0", "req_1"]
     assert [sizes(record) for record in records.values()] == [[1] * 3] * 2
 
 
-# ── what we leave on the library's own objects ───────────────────────────────────────────────────────────────────
+# ── attributes left on the library's objects ─────────────────────────────────────────────────────────────────────
 
 
-def test_a_state_may_be_copied_and_means_nothing_elsewhere(make: Make, recorded: Recorded) -> None:
+def test_copied_state_keeps_its_request_pickled_does_not(make: Make, recorded: Recorded) -> None:
     engine = make()
     engine.add(5, max_new_tokens=2)
     state = engine.manager.input_queue.get_nowait()
@@ -684,7 +688,7 @@ def test_a_state_may_be_copied_and_means_nothing_elsewhere(make: Make, recorded:
     assert elsewhere == state
 
 
-def test_what_began_before_we_were_here_is_counted_in_its_batch(make: Make, recorded: Recorded) -> None:
+def test_requests_begun_before_install_count_in_the_batch(make: Make, recorded: Recorded) -> None:
     instrumentor.remove()
     engine = make()
     before = engine.add(5, max_new_tokens=6)
@@ -700,7 +704,7 @@ def test_what_began_before_we_were_here_is_counted_in_its_batch(make: Make, reco
     assert len(engine.results()[before].generated_tokens) == 6
 
 
-def test_taken_off_in_the_middle_nothing_is_left(make: Make, recorded: Recorded) -> None:
+def test_remove_in_mid_request_leaves_the_engine_working(make: Make, recorded: Recorded) -> None:
     engine = make()
     request_id = engine.add(5, max_new_tokens=6)
     engine.step()
@@ -709,7 +713,7 @@ def test_taken_off_in_the_middle_nothing_is_left(make: Make, recorded: Recorded)
     assert len(engine.results()[request_id].generated_tokens) == 6
 
 
-def test_nothing_is_recorded_while_nobody_records(make: Make, recorded: Recorded) -> None:
+def test_nothing_is_recorded_without_a_recording(make: Make, recorded: Recorded) -> None:
     Recorded.stop(recorded)
     instrumentor.install()
     engine = make()

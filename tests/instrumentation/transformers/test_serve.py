@@ -1,4 +1,4 @@
-"""The rooms of `transformers serve` below its routes: the queue in front of the generating thread, and the streamers."""
+"""The parts of `transformers serve` below its routes: the queue of the generating thread, and the streamers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from otel_infer.instrumentation.transformers import instrumentor
 from otel_infer.ringbuffer import events
 from otel_infer.tracing import start
-from tests.instrumentation.transformers.recorded import Recorded, check_stages, served, sizes
+from tests.instrumentation.transformers.recorded import Recorded, check_stages, open_server_request, sizes
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -24,7 +24,7 @@ HANDLERS = ("chat_completion", "completion", "response", "utils")
 
 @pytest.fixture
 def serving(recorded: Recorded) -> Any:
-    """The module of the managers."""
+    """Returns the module of the managers."""
     for name in HANDLERS:
         try:
             importlib.import_module(f"transformers.cli.serving.{name}")
@@ -47,7 +47,7 @@ def settings(tokens: int = 5) -> Any:
 async def streamed(
     manager: Any, model: Any, tokenizer: Any, inputs: Any, tokens: int = 5, cancel_at: int = 0
 ) -> list[str]:
-    """The pieces of text of one streamed answer."""
+    """Returns the pieces of text of one streamed response."""
     queue, streamer = manager.generate_streaming(model, tokenizer, inputs, settings(tokens), request_id="r")
     pieces: list[str] = []
     while (piece := await asyncio.wait_for(queue.get(), 30)) is not None:
@@ -58,20 +58,20 @@ async def streamed(
     return pieces
 
 
-def test_a_streamed_answer_waits_in_the_queue_of_the_thread(
+def test_a_streamed_response_waits_in_the_threads_queue(
     model: Any, tokenizer: Any, inputs: Any, serving: Any, recorded: Recorded
 ) -> None:
-    async def ask() -> tuple[Any, list[str], list[str]]:
+    async def run() -> tuple[Any, list[str], list[str]]:
         manager = serving.GenerateManager()
         first = asyncio.create_task(streamed(manager, model, tokenizer, inputs, tokens=20))
         await asyncio.sleep(0)
-        request = served()
+        request = open_server_request()
         token = request.attach()
         pieces = await streamed(manager, model, tokenizer, inputs)
         start.detach(token)
         return request, pieces, await first
 
-    request, pieces, _ = asyncio.run(ask())
+    request, pieces, _ = asyncio.run(run())
     request.close(status_code=200)
     assert len(pieces) == 5
     other, record = recorded.records()
@@ -82,23 +82,23 @@ def test_a_streamed_answer_waits_in_the_queue_of_the_thread(
     assert queue is not None and prefill is not None
     assert float(str(queue.attributes["infer.queue.hidden"])) > 0
     assert other.steps is not None and queue.ended_at >= int(other.steps.ended_at[-1])
-    assert record.first_token_at > prefill.started_at, "the prompt is no token that reached the reader"
+    assert record.first_token_at > prefill.started_at, "the prompt was counted as the first token"
 
 
-def test_an_answer_in_one_piece_has_the_same_numbers(
+def test_an_unstreamed_response_has_the_same_numbers(
     model: Any, tokenizer: Any, inputs: Any, serving: Any, recorded: Recorded
 ) -> None:
-    async def ask() -> Any:
+    async def run() -> Any:
         return await serving.GenerateManager().generate_non_streaming(
             model, tokenizer, inputs, settings(), request_id="r"
         )
 
-    request = served()
+    request = open_server_request()
     token = request.attach()
-    _, prompt, generated = asyncio.run(ask())
+    _, prompt, generated = asyncio.run(run())
     start.detach(token)
     request.close(status_code=200)
-    record = recorded.one()
+    record = recorded.only_record()
     assert (
         (record.input_tokens, record.output_tokens)
         == (prompt, len(generated))
@@ -107,27 +107,27 @@ def test_an_answer_in_one_piece_has_the_same_numbers(
     assert sizes(record) == [1] * 5
 
 
-def test_an_answer_that_is_cancelled_is_given_up(
+def test_a_cancelled_response_is_aborted(
     model: Any, tokenizer: Any, inputs: Any, serving: Any, recorded: Recorded
 ) -> None:
-    request = served()
+    request = open_server_request()
     token = request.attach()
     pieces = asyncio.run(
         streamed(serving.GenerateManager(), model, tokenizer, inputs, tokens=1000, cancel_at=3)
     )
     start.detach(token)
     request.close(status_code=200)
-    record = recorded.one()
+    record = recorded.only_record()
     assert len(pieces) < 1000
     assert record.finish_reasons == ("abort",)
 
 
-def test_what_waits_for_the_thread_when_its_client_leaves_is_no_second_request(
+def test_a_queued_request_after_disconnect_is_recorded_once(
     model: Any, inputs: Any, serving: Any, recorded: Recorded
 ) -> None:
     thread, is_free = serving.InferenceThread(), threading.Event()
     thread.submit(is_free.wait)
-    request = served()
+    request = open_server_request()
     token = request.attach()
     answer = thread.submit(lambda: model.generate(**inputs, generation_config=settings()))
     start.detach(token)
@@ -140,8 +140,8 @@ def test_what_waits_for_the_thread_when_its_client_leaves_is_no_second_request(
     assert (second.parent_span_id, sizes(second)) == (b"", [1] * 5)
 
 
-def test_the_thread_belongs_to_nobody_and_works_for_those_who_ask(serving: Any, recorded: Recorded) -> None:
-    request = served()
+def test_the_thread_uses_the_submitters_current_request(serving: Any, recorded: Recorded) -> None:
+    request = open_server_request()
     token = request.attach()
     thread = serving.InferenceThread()
     assert thread.submit(start.current_request).result(10) is request
@@ -150,4 +150,4 @@ def test_the_thread_belongs_to_nobody_and_works_for_those_who_ask(serving: Any, 
     with pytest.raises(ZeroDivisionError):
         thread.submit(lambda: 1 // 0).result(10)
     request.close()
-    assert recorded.one().engine == "transformers"
+    assert recorded.only_record().engine == "transformers"

@@ -1,4 +1,4 @@
-"""What a server does before it serves, with the real library: a model is loaded as it was, and it is told how long it took."""
+"""Loading a model with the installed library: the result is unchanged, and the time is recorded."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from otel_infer.ringbuffer import events
 from otel_infer.ringbuffer.reader import RequestReader
 from otel_infer.ringbuffer.recorder import recorder
 from otel_infer.tracing import start
-from tests.instrumentation.transformers.recorded import Recorded, served
+from tests.instrumentation.transformers.recorded import Recorded, open_server_request
 from tests.support.rings import stages_of
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
@@ -24,18 +24,22 @@ pytestmark = pytest.mark.real
 
 @pytest.fixture
 def phases(recorded: Recorded) -> Any:
-    """What was told of phases, in order."""
+    """Returns a function that reads the recorded phases, in order."""
     recorder.ensure_rings()
 
-    def told() -> list[Any]:
-        said = RequestReader(recorded.arena.buffers[0][1], 1).poll(_clock.now(), final=True)
-        return [one.event for one in said if isinstance(one.event, (events.PhaseBegan, events.PhaseEnded))]
+    def read_phases() -> list[Any]:
+        recorded_events = RequestReader(recorded.arena.buffers[0][1], 1).poll(_clock.now(), final=True)
+        return [
+            recorded_event.event
+            for recorded_event in recorded_events
+            if isinstance(recorded_event.event, (events.PhaseBegan, events.PhaseEnded))
+        ]
 
-    return told
+    return read_phases
 
 
 @pytest.mark.parametrize("via", ["AutoModelForCausalLM", "LlamaForCausalLM"])
-def test_a_model_that_is_loaded_is_a_phase(tiny_llama: Path, phases: Any, via: str) -> None:
+def test_loading_a_model_is_a_phase(tiny_llama: Path, phases: Any, via: str) -> None:
     before = _clock.now()
     model = getattr(transformers, via).from_pretrained(tiny_llama)
     assert type(model).__name__ == "LlamaForCausalLM"
@@ -44,22 +48,22 @@ def test_a_model_that_is_loaded_is_a_phase(tiny_llama: Path, phases: Any, via: s
     assert ended[2:] == ("weights", "transformers", "tiny-llama", "")
 
 
-def test_what_else_is_returned_is_returned(tiny_llama: Path, phases: Any) -> None:
+def test_other_return_values_of_loading_are_unchanged(tiny_llama: Path, phases: Any) -> None:
     result = transformers.LlamaForCausalLM.from_pretrained(tiny_llama, output_loading_info=True)
     assert type(result) is tuple and "missing_keys" in result[1]
     assert phases()[1].model == "tiny-llama"
 
 
-def test_one_that_cannot_be_loaded_is_a_phase_that_failed(tmp_path: Path, phases: Any) -> None:
-    with pytest.raises(OSError) as refused:
+def test_a_failed_load_is_a_failed_phase(tmp_path: Path, phases: Any) -> None:
+    with pytest.raises(OSError) as error:
         transformers.LlamaForCausalLM.from_pretrained(tmp_path)
     _, ended = phases()
-    assert ended[2:] == ("weights", "transformers", "", type(refused.value).__qualname__)
+    assert ended[2:] == ("weights", "transformers", "", type(error.value).__qualname__)
 
 
-def test_models_that_are_made_of_others_are_loaded_once(tiny_llama: Path, phases: Any) -> None:
+def test_nested_loading_is_one_phase(tiny_llama: Path, phases: Any) -> None:
     class Outer(transformers.LlamaForCausalLM):
-        def eval(self) -> Any:  # the last that is called while it is loaded
+        def eval(self) -> Any:  # called last during loading
             transformers.LlamaForCausalLM.from_pretrained(tiny_llama)
             return super().eval()
 
@@ -67,25 +71,23 @@ def test_models_that_are_made_of_others_are_loaded_once(tiny_llama: Path, phases
     assert len(phases()) == 2
 
 
-def test_a_model_that_a_request_waits_for_is_a_stage_of_it(
-    tiny_llama: Path, recorded: Recorded, phases: Any
-) -> None:
-    request = served()
+def test_model_loaded_in_a_request_is_a_stage(tiny_llama: Path, recorded: Recorded, phases: Any) -> None:
+    request = open_server_request()
     token = request.attach()
     transformers.LlamaForCausalLM.from_pretrained(tiny_llama)
     start.detach(token)
     request.close()
     assert phases() == []
-    assert "weights" in stages_of(recorded.one())
+    assert "weights" in stages_of(recorded.only_record())
 
 
-def test_it_looks_as_it_did(recorded: Recorded) -> None:
+def test_from_pretrained_keeps_its_signature(recorded: Recorded) -> None:
     loads = transformers.PreTrainedModel.from_pretrained
     assert inspect.ismethod(loads) and loads.__self__ is transformers.PreTrainedModel
     assert "pretrained_model_name_or_path" in inspect.signature(loads).parameters
 
 
-def test_a_batching_that_is_started_is_ready(model: Any, phases: Any) -> None:
+def test_starting_continuous_batching_is_a_ready_phase(model: Any, phases: Any) -> None:
     manager = model.init_continuous_batching()
     manager.start()
     manager.stop(block=True)

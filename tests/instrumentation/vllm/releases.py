@@ -1,4 +1,4 @@
-"""The releases of vLLM that are claimed, and what hooks read of its objects."""
+"""The supported releases of vLLM, and the object attributes that hooks read."""
 
 from __future__ import annotations
 

@@ -438,7 +438,8 @@ def test_lost_events_mark_requests_in_flight() -> None:
     assert (assembler.events_lost, assembler.events_torn) == (7, 2)
 
 
-def test_request_missing_from_live_table_ended_when_last_seen() -> None:
+def test_request_missing_from_live_table_has_ended() -> None:
+    """Its end is the last time it was seen, not the time of the check."""
     story = Story()
     a, b = story.arrives(0), story.arrives(0, "b")
     story.step(10, 20, [a, b])

@@ -1,4 +1,4 @@
-"""`otel-infer dump`: where the tape of a running server is put."""
+"""`otel-infer dump` writes the tape of a running server to a private file."""
 
 from __future__ import annotations
 
@@ -12,34 +12,31 @@ from otel_infer.cli import dump, main, running_server
 from otel_infer.sidecar.recording import file
 
 
-def test_a_file_that_was_there_and_that_others_could_read_is_for_its_user_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told, out = tmp_path / "told.tape", tmp_path / "out.tape"
-    file.RecordingWriter(told).close()
-    out.write_text("of before")
+def test_existing_output_file_becomes_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mode becomes 0600, even if other users could read the file before."""
+    recording, out = tmp_path / "recording.tape", tmp_path / "out.tape"
+    file.RecordingWriter(recording).close()
+    out.write_text("previous content")
     out.chmod(0o644)
 
     @contextlib.contextmanager
-    def window(folder: Path) -> Iterator[Path]:
-        yield told
+    def dumped(folder: Path) -> Iterator[Path]:
+        yield recording
 
     monkeypatch.setattr(running_server, "find_server_folder", lambda rings, server: tmp_path)
-    monkeypatch.setattr(running_server, "open_dump", window)
+    monkeypatch.setattr(running_server, "open_dump", dumped)
     assert main(["dump", "--out", str(out)]) == 0
-    assert out.read_bytes() == told.read_bytes()
+    assert out.read_bytes() == recording.read_bytes()
     assert out.stat().st_mode & 0o777 == 0o600
 
 
-def test_a_file_whose_mode_cannot_be_changed_is_written_all_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refused(*_: int) -> None:
-        raise PermissionError("it is somebody else's")
+def test_output_is_written_if_fchmod_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: int) -> None:
+        raise PermissionError("the file belongs to another user")
 
-    told, out = tmp_path / "told", tmp_path / "out"
-    told.write_bytes(b"facts")
-    out.write_bytes(b"older facts")
-    monkeypatch.setattr("os.fchmod", refused)
-    dump._copy_recording(told, out)
-    assert out.read_bytes() == b"facts"
+    recording, out = tmp_path / "recording", tmp_path / "out"
+    recording.write_bytes(b"events")
+    out.write_bytes(b"older events")
+    monkeypatch.setattr("os.fchmod", refuse)
+    dump._copy_recording(recording, out)
+    assert out.read_bytes() == b"events"

@@ -1,4 +1,4 @@
-"""What is said of an address where no Prometheus is."""
+"""Commands name the address if it does not answer like Prometheus."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ANSWERS = {
 }
 
 
-class _Answering(BaseHTTPRequestHandler):
+class _AnsweringHandler(BaseHTTPRequestHandler):
     answer = 200, b""
 
     def do_GET(self) -> None:
@@ -33,7 +33,7 @@ class _Answering(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def server() -> Iterator[str]:
-    with HTTPServer(("127.0.0.1", 0), _Answering) as server:
+    with HTTPServer(("127.0.0.1", 0), _AnsweringHandler) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         yield f"http://127.0.0.1:{server.server_port}"
@@ -43,19 +43,19 @@ def server() -> Iterator[str]:
 
 @pytest.mark.parametrize("answer", ANSWERS.values(), ids=ANSWERS)
 @pytest.mark.parametrize("command", [["dashboards", "check"], ["alerts", "test"]], ids=" ".join)
-def test_whoever_does_not_answer_as_a_prometheus_does_is_named(
+def test_server_with_an_unexpected_answer_is_named(
     server: str,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     command: list[str],
     answer: tuple[int, bytes],
 ) -> None:
-    monkeypatch.setattr(_Answering, "answer", answer)
+    monkeypatch.setattr(_AnsweringHandler, "answer", answer)
     assert cli.main([*command, "--prometheus", server]) == 2
     assert server in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("address", ["http://localhost:909O", "localhost:9090", "http://"])
-def test_an_address_that_is_none_is_named(capsys: pytest.CaptureFixture[str], address: str) -> None:
+def test_invalid_address_is_named(capsys: pytest.CaptureFixture[str], address: str) -> None:
     assert cli.main(["dashboards", "check", "--prometheus", address]) == 2
     assert address in capsys.readouterr().err

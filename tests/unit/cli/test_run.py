@@ -1,4 +1,4 @@
-"""`otel-infer run`: who gets which signal, whose folder is whose, and whom it waits for."""
+"""`otel-infer run` forwards signals, claims a folder for the rings and waits for its processes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from otel_infer.ringbuffer import directory
 from otel_infer.ringbuffer.writer import FileArena, RequestWriter
 
 RUN = (sys.executable, "-m", "otel_infer", "run", "--")
-NOWHERE = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:9", "OTEL_EXPORTER_OTLP_TIMEOUT": "1"}
+UNREACHABLE = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:9", "OTEL_EXPORTER_OTLP_TIMEOUT": "1"}
 
 
 @pytest.fixture
@@ -34,14 +34,14 @@ def folder() -> Iterator[Path]:
 
 
 def environment(**changes: str) -> dict[str, str]:
-    """Ours without anything of OpenTelemetry, and these."""
+    """Returns this process's environment without OTEL_* variables, plus the changes."""
     return {**{name: value for name, value in os.environ.items() if not name.startswith("OTEL_")}, **changes}
 
 
-def until(reached: Callable[[], Any], timeout: float = 15.0) -> Any:
+def wait_until(condition: Callable[[], Any], timeout: float = 15.0) -> Any:
     deadline = time.monotonic() + timeout
-    while not (result := reached()):
-        assert time.monotonic() < deadline, "never happened"
+    while not (result := condition()):
+        assert time.monotonic() < deadline, "condition not reached in time"
         time.sleep(0.02)
     return result
 
@@ -50,49 +50,52 @@ def until(reached: Callable[[], Any], timeout: float = 15.0) -> Any:
 
 SERVER = """
 import os, pathlib, signal, sys, time
-told = pathlib.Path(sys.argv[1])
+log = pathlib.Path(sys.argv[1])
 
-def tell(number, frame=None):
-    with told.open("a") as file:
+def log_signal(number, frame=None):
+    with log.open("a") as file:
         print(signal.Signals(number).name, file=file)
 
-signal.signal(signal.SIGINT, tell)
-signal.signal(signal.SIGQUIT, tell)
+signal.signal(signal.SIGINT, log_signal)
+signal.signal(signal.SIGQUIT, log_signal)
 blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [])
-with told.open("w") as file:
+with log.open("w") as file:
     print(os.getppid(), len(blocked), file=file)
 time.sleep(30)
 """
 
 
 class OnTerminal:
-    """A server under `otel-infer run` in the foreground of a terminal; `told`: `run`'s pid, what was blocked, each signal."""
+    """A server under `otel-infer run` in the foreground of a terminal.
 
-    def __init__(self, told: Path, stdin: str) -> None:
-        self._path = told
+    `log_lines`: the pid of `run` and the number of blocked signals, then each received signal.
+    """
+
+    def __init__(self, log: Path, stdin: str) -> None:
+        self._path = log
         self._main, terminal = pty.openpty()
         redirected = ("sh", "-c", f'exec "$@" <{stdin}', "sh")
-        # Whoever runs these tests in the background may have them ignore what a terminal sends.
+        # A shell may start background jobs, such as these tests, with SIGINT and SIGQUIT ignored.
         shell = ("env", "--default-signal=INT,QUIT", "setsid", "--ctty", "--wait", *redirected)
-        command = [*shell, *RUN, sys.executable, "-c", SERVER, str(told)]
+        command = [*shell, *RUN, sys.executable, "-c", SERVER, str(log)]
         self._process = subprocess.Popen(command, stdin=terminal, env=environment(OTEL_INFER_ENABLED="off"))
         os.close(terminal)
-        self.wait_for(0)
-        self.run = int(self.told[0].split()[0])
+        self.wait_for_signals(0)
+        self.run_pid = int(self.log_lines[0].split()[0])
 
     @property
-    def told(self) -> list[str]:
+    def log_lines(self) -> list[str]:
         return self._path.read_text().splitlines() if self._path.exists() else []
 
-    def wait_for(self, signals: int) -> None:
-        """Until the server has had so many."""
-        until(lambda: len(self.told) > signals)
+    def wait_for_signals(self, count: int) -> None:
+        """Waits until the server has received `count` signals."""
+        wait_until(lambda: len(self.log_lines) > count)
 
-    def key(self, pressed: bytes) -> None:
-        os.write(self._main, pressed)
+    def press_key(self, key: bytes) -> None:
+        os.write(self._main, key)
 
     def end(self) -> int:
-        os.kill(self.run, signal.SIGTERM)
+        os.kill(self.run_pid, signal.SIGTERM)
         status = self._process.wait(15)
         os.close(self._main)
         return status
@@ -100,31 +103,31 @@ class OnTerminal:
 
 @pytest.fixture(params=["/dev/tty", "/dev/null"])
 def on_terminal(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[OnTerminal]:
-    started = OnTerminal(tmp_path / "told", request.param)
+    started = OnTerminal(tmp_path / "log", request.param)
     yield started
     assert started.end() == 128 + signal.SIGTERM
 
 
 @pytest.mark.parametrize(("key", "name"), [(b"\x03", "SIGINT"), (b"\x1c", "SIGQUIT")])
-def test_what_a_terminal_sends_to_its_foreground_reaches_the_server_once(
+def test_signal_of_the_terminal_reaches_the_server_once(
     on_terminal: OnTerminal, key: bytes, name: str
 ) -> None:
     for times in (1, 2):
-        on_terminal.key(key)
-        on_terminal.wait_for(times)
+        on_terminal.press_key(key)
+        on_terminal.wait_for_signals(times)
         time.sleep(3 * run.POLL_S)
-        assert on_terminal.told[1:] == [name] * times
+        assert on_terminal.log_lines[1:] == [name] * times
 
 
-def test_what_somebody_sends_to_run_on_a_terminal_is_passed_on(on_terminal: OnTerminal) -> None:
+def test_signal_sent_to_run_is_forwarded(on_terminal: OnTerminal) -> None:
     for times, number in enumerate((signal.SIGINT, signal.SIGQUIT, signal.SIGINT), 1):
-        os.kill(on_terminal.run, number)
-        on_terminal.wait_for(times)
-    assert on_terminal.told[1:] == ["SIGINT", "SIGQUIT", "SIGINT"]
+        os.kill(on_terminal.run_pid, number)
+        on_terminal.wait_for_signals(times)
+    assert on_terminal.log_lines[1:] == ["SIGINT", "SIGQUIT", "SIGINT"]
 
 
-def test_no_signal_is_blocked_in_the_server(on_terminal: OnTerminal) -> None:
-    assert on_terminal.told[0].split()[1] == "0"
+def test_server_has_no_blocked_signals(on_terminal: OnTerminal) -> None:
+    assert on_terminal.log_lines[0].split()[1] == "0"
 
 
 SUPERVISED = """
@@ -144,12 +147,12 @@ print(json.dumps([status, blocked, sorted(signal.pthread_sigmask(signal.SIG_BLOC
 """
 
 
-def test_no_signal_is_blocked_in_a_sidecar_that_is_started_again() -> None:
+def test_restarted_sidecar_has_no_blocked_signals() -> None:
     done = subprocess.run(
         [sys.executable, "-c", SUPERVISED],
         capture_output=True,
         text=True,
-        env=environment(**NOWHERE),
+        env=environment(**UNREACHABLE),
         check=True,
     )
     status, blocked, afterwards = json.loads(done.stdout)
@@ -158,49 +161,49 @@ def test_no_signal_is_blocked_in_a_sidecar_that_is_started_again() -> None:
     assert not any(blocked)
 
 
-# ── whose folder it is ───────────────────────────────────────────────────────────────────────────────────────────
+# ── the folder of the rings ───────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("mode", ["auto", "sidecar"])
-def test_a_folder_that_another_server_has_is_left_to_it(folder: Path, mode: str) -> None:
-    theirs = directory.FileLock(folder / directory.OWNER_LOCK)
-    assert theirs.acquire()
+def test_folder_of_another_server_is_left_alone(folder: Path, mode: str) -> None:
+    owner_lock = directory.FileLock(folder / directory.OWNER_LOCK)
+    assert owner_lock.acquire()
     (folder / "1-a.requests").touch()
     script = "import os; print([os.environ['OTEL_INFER_RINGS']])"
     done = subprocess.run(
         [*RUN, sys.executable, "-c", script],
         capture_output=True,
         text=True,
-        env=environment(**NOWHERE, OTEL_INFER_RINGS=str(folder), OTEL_INFER_MODE=mode),
+        env=environment(**UNREACHABLE, OTEL_INFER_RINGS=str(folder), OTEL_INFER_MODE=mode),
         check=True,
     )
-    assert done.stdout == "['']\n", "nor do the processes of this one write into it"
+    assert done.stdout == "['']\n", "the processes of this server write no rings there"
     (line,) = done.stderr.splitlines()
-    assert f"{folder} is another server's" in line
-    assert "set OTEL_INFER_RINGS to a folder of its own" in line
+    assert str(folder) in line and "another server" in line
+    assert "OTEL_INFER_RINGS" in line
     assert sorted(os.listdir(folder)) == ["1-a.requests", directory.OWNER_LOCK]
-    theirs.release()
+    owner_lock.release()
 
 
 # ── the end ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class Writer:
-    """A process of the server that writes rings, for so long."""
+    """A process of the server that writes rings for `seconds`."""
 
     def __init__(self, folder: Path, seconds: float) -> None:
-        ready, said = os.pipe()
+        read_end, write_end = os.pipe()
         self.pid = os.fork()
         if self.pid == 0:
             try:
-                _kept = RequestWriter(FileArena(folder), "1-a", "server")
-                os.write(said, b"1")
+                _writer = RequestWriter(FileArena(folder), "1-a", "server")
+                os.write(write_end, b"1")
                 time.sleep(seconds)
             finally:
                 os._exit(0)
-        os.close(said)
-        assert os.read(ready, 1) == b"1"
-        os.close(ready)
+        os.close(write_end)
+        assert os.read(read_end, 1) == b"1"
+        os.close(read_end)
 
     def end(self) -> None:
         os.kill(self.pid, signal.SIGKILL)
@@ -208,9 +211,9 @@ class Writer:
 
 
 @pytest.fixture
-def ended(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[run.Supervisor]:
-    """A supervisor whose server has ended, and whose sidecar does not leave by itself."""
-    monkeypatch.setattr(run, "ORPHANS_S", 0.5, raising=False)
+def ended_server(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[run.Supervisor]:
+    """A supervisor whose server has ended and whose sidecar does not exit by itself."""
+    monkeypatch.setattr(run, "ORPHANS_S", 0.5)
     monkeypatch.setattr(run, "FLUSH_S", 1.0)
     supervisor = run.Supervisor(Config())
     supervisor.status, supervisor._folder = 0, folder
@@ -220,25 +223,26 @@ def ended(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[run.Supervi
     sidecar.wait()
 
 
-def test_a_sidecar_is_left_to_the_processes_that_outlive_the_server(
-    folder: Path, ended: run.Supervisor, capsys: pytest.CaptureFixture[str]
+def test_sidecar_stays_with_processes_that_outlive_the_server(
+    folder: Path, ended_server: run.Supervisor, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As where the server makes itself a daemon."""
+    """For example, a server that becomes a daemon."""
     writer = Writer(folder, 30)
-    ended.wait_for_sidecar()
+    ended_server.wait_for_sidecar()
     writer.end()
-    assert ended._sidecar is not None
-    assert ended._sidecar.poll() is None
+    assert ended_server._sidecar is not None
+    assert ended_server._sidecar.poll() is None
     (line,) = capsys.readouterr().err.splitlines()
-    assert "processes of the server still run" in line
+    assert "still run" in line
 
 
-def test_a_sidecar_that_is_stuck_is_killed_and_processes_may_take_a_moment_to_end(
-    folder: Path, ended: run.Supervisor, capsys: pytest.CaptureFixture[str]
+def test_stuck_sidecar_is_killed(
+    folder: Path, ended_server: run.Supervisor, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """A process of the server may end shortly after its main process."""
     writer = Writer(folder, 0.2)
-    ended.wait_for_sidecar()
+    ended_server.wait_for_sidecar()
     writer.end()
-    assert ended._sidecar is not None
-    assert ended._sidecar.returncode == -signal.SIGKILL
+    assert ended_server._sidecar is not None
+    assert ended_server._sidecar.returncode == -signal.SIGKILL
     assert capsys.readouterr().err == ""

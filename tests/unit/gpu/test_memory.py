@@ -1,4 +1,4 @@
-"""Memory of a device, from a stand-in for `torch.cuda`; and where it stands on requests."""
+"""Device memory samples from a stand-in for `torch.cuda`, and free memory on requests."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ S = 1_000_000_000
 
 
 class Cuda:
-    """`asked`: how often the driver was. `takes_ns`: how long that is."""
+    """A stand-in for `torch.cuda`. `driver_calls`: calls of the driver. `takes_ns`: duration of each."""
 
     def __init__(self) -> None:
-        self.asked = self.at = self.takes_ns = 0
+        self.driver_calls = self.at = self.takes_ns = 0
 
     def now(self) -> int:
         return self.at
@@ -31,15 +31,15 @@ class Cuda:
     def memory_stats_as_nested_dict(self, device: int) -> dict[str, Any]:
         kinds = {"allocated_bytes": 10, "reserved_bytes": 20, "active_bytes": 12, "inactive_split_bytes": 3}
         pools = {(0, 1): 4, (0, 2): 1}
-        of_pools = {pool: {"all": {"current": size, "peak": 99}} for pool, size in pools.items()}
-        found: dict[str, Any] = {kind: {"all": {"current": size, "peak": 99}} for kind, size in kinds.items()}
-        return {**found, "reserved_bytes_by_private_pools": of_pools}
+        pool_sizes = {pool: {"all": {"current": size, "peak": 99}} for pool, size in pools.items()}
+        stats: dict[str, Any] = {kind: {"all": {"current": size, "peak": 99}} for kind, size in kinds.items()}
+        return {**stats, "reserved_bytes_by_private_pools": pool_sizes}
 
     def host_memory_stats_as_nested_dict(self) -> dict[str, Any]:
         return {"allocated_bytes": {"current": 7, "peak": 99}}
 
     def mem_get_info(self, device: int) -> tuple[int, int]:
-        self.asked += 1
+        self.driver_calls += 1
         self.at += self.takes_ns
         return 50, 100
 
@@ -54,40 +54,38 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
     return cuda
 
 
-def test_once_a_second_at_most_everything_is_said_by_the_devices_uuid(cuda: Cuda) -> None:
-    told: list[events.MemorySeen] = []
-    memory = DeviceMemorySampler(0, told.append, cuda.now)
+def test_sampled_at_most_once_per_second_by_uuid(cuda: Cuda) -> None:
+    samples: list[events.MemorySeen] = []
+    memory = DeviceMemorySampler(0, samples.append, cuda.now)
     for at in (1 * S, 1 * S + 1, 2 * S):
         cuda.at = at
         memory.record_sample()
-    assert told == [
+    assert samples == [
         events.MemorySeen(at, "GPU-8786edde", 10, 20, 12, 3, 50, 100, 5, 7) for at in (1 * S, 2 * S)
     ]
 
 
-def test_a_driver_that_takes_long_is_asked_seldom_and_its_last_word_holds(cuda: Cuda) -> None:
-    told: list[events.MemorySeen] = []
-    memory = DeviceMemorySampler(0, told.append, cuda.now)
+def test_slow_driver_is_polled_rarely_and_last_value_reused(cuda: Cuda) -> None:
+    samples: list[events.MemorySeen] = []
+    memory = DeviceMemorySampler(0, samples.append, cuda.now)
     for at, takes_ns in ((1, 8_000_000), (3, 0), (5, 0), (9, 0), (10, 0)):
         cuda.at, cuda.takes_ns = at * S, takes_ns
         memory.record_sample()
-    assert cuda.asked == 3  # 8 s after the first, and then each time
-    assert [(fact.free, fact.total) for fact in told] == [(50, 100)] * 5
+    assert cuda.driver_calls == 3  # 8 s after the first call, then at each sample
+    assert [(sample.free, sample.total) for sample in samples] == [(50, 100)] * 5
 
 
-def test_figures_that_this_release_of_torch_does_not_have_are_0_or_not_said(
-    cuda: Cuda, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told: list[events.MemorySeen] = []
+def test_missing_torch_statistics_are_zero_or_minus_one(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    samples: list[events.MemorySeen] = []
     monkeypatch.setattr(cuda, "memory_stats_as_nested_dict", lambda device: {})
     monkeypatch.delattr(Cuda, "host_memory_stats_as_nested_dict")
     cuda.at = S
-    DeviceMemorySampler(0, told.append, cuda.now).record_sample()
-    assert told[0][2:6] == (0, 0, 0, 0)
-    assert told[0][-2:] == (-1, -1)
+    DeviceMemorySampler(0, samples.append, cuda.now).record_sample()
+    assert samples[0][2:6] == (0, 0, 0, 0)
+    assert samples[0][-2:] == (-1, -1)
 
 
-def test_who_runs_out_of_memory_has_the_state_of_it_on_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_event_is_recorded_on_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
     from otel_infer.gpu import memory
     from otel_infer.instrumentation.torch import cuda_graphs as integration
 
@@ -97,10 +95,10 @@ def test_who_runs_out_of_memory_has_the_state_of_it_on_its_request(monkeypatch: 
     monkeypatch.setattr(memory, "_oom_callbacks", [])
     for _ in range(2):
         memory.attach_oom_observer(integration._record_oom)
-    (observer,) = attached  # torch lets nobody be taken off again
+    (observer,) = attached  # torch cannot detach an observer
     recording = Recording()
     try:
-        observer(0, 512, 1000, 90)  # nobody's
+        observer(0, 512, 1000, 90)  # outside any request
         with otel_infer.request():
             observer(0, 512, 1000, 90)
         (record,) = recording.records()
@@ -115,19 +113,19 @@ def test_who_runs_out_of_memory_has_the_state_of_it_on_its_request(monkeypatch: 
     }
 
 
-def test_of_a_device_that_is_not_cudas_nothing_of_cudas_is_asked(cuda: Cuda) -> None:
+def test_other_devices_do_not_query_cuda_memory(cuda: Cuda) -> None:
     from otel_infer.instrumentation.torch import cuda_graphs as integration
     from tests.support.fake_device import FakeDevice
 
     integration._watch_memory(FakeDevice())()
-    assert cuda.asked == 0
+    assert cuda.driver_calls == 0
 
 
-def test_what_a_release_of_torch_does_not_say_is_no_metric_and_never_0() -> None:
-    said: dict[tuple[str, str], float] = {}
+def test_missing_statistics_are_absent_from_metrics_not_zero() -> None:
+    metrics: dict[tuple[str, str], float] = {}
 
     def set_value(metric: semconv.Metric, attributes: dict[str, Any], value: float) -> None:
-        said[metric.name, str(attributes.get(semconv.MEMORY_KIND, ""))] = value
+        metrics[metric.name, str(attributes.get(semconv.MEMORY_KIND, ""))] = value
 
     known, unknown = (
         events.MemorySeen(1, "GPU-a", 30, 60, 32, 2, 700, 1000, *last) for last in ((5, 7), (-1, -1))
@@ -138,12 +136,12 @@ def test_what_a_release_of_torch_does_not_say_is_no_metric_and_never_0() -> None
         (usage, "outside"): 240, (usage, "free"): 700,
     }  # fmt: skip
     gpus.set_memory_metrics([(77, unknown)], set_value)
-    assert said == always
+    assert metrics == always
     gpus.set_memory_metrics([(77, known)], set_value)
-    assert said == {**always, (usage, "private_pools"): 5, (semconv.PINNED_MEMORY.name, ""): 7}
+    assert metrics == {**always, (usage, "private_pools"): 5, (semconv.PINNED_MEMORY.name, ""): 7}
 
 
-def test_a_request_says_how_much_memory_was_free_when_it_came_when_it_had_a_token_and_when_it_went() -> None:
+def test_request_has_free_memory_at_arrival_token_and_end() -> None:
     recording = Recording()
     try:
         with otel_infer.request():

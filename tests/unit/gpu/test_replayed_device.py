@@ -1,4 +1,4 @@
-"""What a real GPU did, and what torch.profiler said of it, through the code that runs now; and whether the fake device is like it."""
+"""Replays recordings of a real GPU: the current code against torch.profiler, and the fake device against the real one."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from tests.support.fake_device import FakeDevice, FakeStream
 from tests.support.replayed_device import RECORDINGS, ReplayedDevice
 
 ROUNDED_NS = 2000
-"""A recording has ms since its first event as float32, from 8 s on ±0.5 µs: of the mark, of its anchor, and of the two that tell the
-rate."""
+"""A recording has ms since its first event as float32: ±0.5 µs from 8 s on. The errors of the mark, of its anchor and of the two
+anchors of the rate add up."""
 
 each = pytest.mark.parametrize("path", RECORDINGS, ids=lambda path: path.stem)
 
 
-def replayed(path: Path) -> tuple[list[DeviceInterval], ReplayedDevice, Timeline]:
+def replay_recording(path: Path) -> tuple[list[DeviceInterval], ReplayedDevice, Timeline]:
     device = ReplayedDevice(path)
     clocks = ClockMap(device, device.now)
     timeline = Timeline(device, clocks, now=device.now)
     timeline.warm_up("idle")
-    told: list[DeviceInterval] = []
+    intervals: list[DeviceInterval] = []
     for row in device.recording["rows"]:
         for anchor in device.anchors_until(row["begun_at"]):
             device.stamps(anchor)
@@ -35,24 +35,24 @@ def replayed(path: Path) -> tuple[list[DeviceInterval], ReplayedDevice, Timeline
         span = timeline.begin_span()
         assert span is not None
         device.time = row["launched_at"]
-        assert timeline.end_span(span, told.append)
+        assert timeline.end_span(span, intervals.append)
         device.time = row["seen_at"]
         timeline.collect_spans()
-    return told, device, timeline
+    return intervals, device, timeline
 
 
-def test_there_is_a_recording() -> None:
+def test_at_least_one_recording_exists() -> None:
     assert RECORDINGS
 
 
 @each
-def test_spans_are_where_the_profiler_saw_the_kernels(path: Path) -> None:
-    told, device, timeline = replayed(path)
+def test_spans_match_the_kernels_of_the_profiler(path: Path) -> None:
+    intervals, device, timeline = replay_recording(path)
     rows = device.recording["rows"]
-    assert len(told) == len(rows) >= 30
-    ends = np.array([timed.ended_at - row["kernels_ended"] for timed, row in zip(told, rows)]) / 1000
-    starts = np.array([timed.started_at - row["kernels_began"] for timed, row in zip(told, rows)]) / 1000
-    bounds = np.array([timed.bound_ns for timed in told]) / 1000
+    assert len(intervals) == len(rows) >= 30
+    ends = np.array([timed.ended_at - row["kernels_ended"] for timed, row in zip(intervals, rows)]) / 1000
+    starts = np.array([timed.started_at - row["kernels_began"] for timed, row in zip(intervals, rows)]) / 1000
+    bounds = np.array([timed.bound_ns for timed in intervals]) / 1000
     assert np.percentile(np.abs(ends - starts), 95) <= DURATION_US
     assert np.percentile(np.abs(ends), 95) <= END_US
     assert (np.maximum(np.abs(starts), np.abs(ends)) <= bounds).all()
@@ -60,16 +60,16 @@ def test_spans_are_where_the_profiler_saw_the_kernels(path: Path) -> None:
 
 
 @each
-def test_the_code_that_runs_now_says_what_it_said_on_the_device(path: Path) -> None:
-    told, device, _ = replayed(path)
-    for timed, row in zip(told, device.recording["rows"]):
+def test_replay_matches_the_intervals_timed_on_device(path: Path) -> None:
+    intervals, device, _ = replay_recording(path)
+    for timed, row in zip(intervals, device.recording["rows"]):
         assert abs(timed.started_at - row["timed"]["started_at"]) <= ROUNDED_NS
         assert abs(timed.ended_at - row["timed"]["ended_at"]) <= ROUNDED_NS
 
 
 @each
-def test_the_fake_device_is_like_the_real_one(path: Path) -> None:
-    """Its tick, how far its clock drifts, how close marks can be, and how wide an anchor is."""
+def test_fake_device_matches_the_real_one(path: Path) -> None:
+    """Compares the tick, the clock drift, the distance of marks and the width of an anchor."""
     device = ReplayedDevice(path)
     recording = device.recording
     fake = FakeDevice(mark_ns=round(recording["own_ms"] * 1e6))
@@ -82,9 +82,9 @@ def test_the_fake_device_is_like_the_real_one(path: Path) -> None:
     halves = [(high - low) / 2 for low, high, _ in recording["anchors"]]
     assert 0.3 < clocks.anchor.bound_ns / np.median(halves) < 3
     (first, *_, last) = recording["anchors"]
-    host, told = (last[0] + last[1] - first[0] - first[1]) / 2, (last[2] - first[2]) * 1e6
-    assert abs(host / told - 1) < UNMEASURED_DRIFT
+    host_ns, device_ns = (last[0] + last[1] - first[0] - first[1]) / 2, (last[2] - first[2]) * 1e6
+    assert abs(host_ns / device_ns - 1) < UNMEASURED_DRIFT
     lengths = [(row["end_ms"] - row["start_ms"]) * 1e6 for row in recording["rows"]]
-    # float32 of some seconds keeps ±0.5 µs of them, so that the tick itself is seen in the marks' own distance alone.
+    # float32 has ±0.5 µs at some seconds, so only the distance of two marks shows the tick.
     assert round(recording["own_ms"] * 1e6) % fake.tick_ns <= 1
     assert min(lengths) > 100_000

@@ -1,4 +1,4 @@
-"""Spans of a device, by a fake one: never waited for, placed within their bound, and what happens when something is not so."""
+"""Device spans on a fake device: no synchronization, errors within the bound, and behaviour on failures."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from otel_infer.gpu.timeline import MAX_ERRORS, DeviceInterval, Timeline
 from tests.support.fake_device import FakeDevice, FakeEvent, FakeStream
 
 MS = 1_000_000
-MOST_CALLS = {"capturing": 1, "record": 2, "query": 2, "elapsed": 2}
-"""Of the driver, for each span."""
+MAX_CALLS = {"capturing": 1, "record": 2, "query": 2, "elapsed": 2}
+"""Maximum number of driver calls per span."""
 
 
 class Bench:
@@ -30,63 +30,61 @@ class Bench:
         self.timeline = Timeline(device, self.clocks, capacity, device.now)
         self.timeline.warm_up(FakeStream())
         self.clocks.add_anchor()
-        self.told: list[DeviceInterval] = []
+        self.intervals: list[DeviceInterval] = []
 
     def step(self, length_ns: int, host_ns: int = 0, waits: bool = True) -> tuple[int, int] | None:
-        """A step of an engine: true begin and end of its work, or None if it could not be timed."""
+        """Runs an engine step. Returns the true begin and end of its work; None if it was not timed."""
         self.timeline.sampler.should_sample()
         span = self.timeline.begin_span()
-        ran = self.device.launch(length_ns)
+        work = self.device.launch(length_ns)
         self.device.pass_time(host_ns)
-        if span is None or not self.timeline.end_span(span, self.told.append):
-            ran_unseen = None
+        if span is None or not self.timeline.end_span(span, self.intervals.append):
+            timed_work = None
         else:
-            ran_unseen = ran
+            timed_work = work
         if waits:
             self.device.wait_for(self.device.main)
-            self.timeline.collect_spans()  # the tender's work
-        return ran_unseen
+            self.timeline.collect_spans()  # as the worker does
+        return timed_work
 
 
 @pytest.fixture(autouse=True)
-def _nobody_captures() -> Iterator[None]:
+def _no_capture() -> Iterator[None]:
     graph_capture.open_captures = 0
     yield
     graph_capture.open_captures = 0
 
 
-def test_a_step_costs_a_known_number_of_driver_calls_and_none_of_them_waits() -> None:
+def test_step_has_bounded_driver_calls_and_no_synchronization() -> None:
     bench = Bench(FakeDevice())
     bench.step(5 * MS)
     bench.device.calls = Counter()
     for _ in range(1000):
         bench.step(5 * MS)
-    assert len(bench.told) == 1001
+    assert len(bench.intervals) == 1001
     calls = bench.device.calls
-    assert {name: calls[name] / 1000 <= most for name, most in MOST_CALLS.items()} == dict.fromkeys(
-        MOST_CALLS, True
+    assert {name: calls[name] / 1000 <= maximum for name, maximum in MAX_CALLS.items()} == dict.fromkeys(
+        MAX_CALLS, True
     )
-    assert set(calls) <= set(MOST_CALLS)  # nothing else is called: no event is made, nothing is synchronized
+    assert set(calls) <= set(MAX_CALLS)  # no event creation and no synchronization
 
 
-def test_a_span_has_its_length_and_says_how_long_it_was_queued_and_how_long_the_device_had_nothing() -> None:
+def test_span_has_duration_queue_time_and_preceding_gap() -> None:
     device = FakeDevice(call_ns=1000, launch_ns=4000)
     bench = Bench(device)
     bench.step(5 * MS)
     ended = device.main.free_at
-    device.pass_time(3 * MS)  # the host schedules the next one
+    device.pass_time(3 * MS)  # the host schedules the next step
     began, until = bench.step(2 * MS, host_ns=500_000) or (0, 0)
-    timed = bench.told[-1]
-    assert (
-        abs(timed.ended_at - timed.started_at - 2 * MS) < 10_000
-    )  # mark to mark: the launches beside it are inside
+    timed = bench.intervals[-1]
+    assert abs(timed.ended_at - timed.started_at - 2 * MS) < 10_000  # from mark to mark, launches included
     assert abs(timed.ended_at - until) < timed.bound_ns + 10_000
     assert abs(timed.gap_ns - (began - ended)) < 10_000
     assert timed.queued_ns < 10_000
     assert abs(timed.launched_ns - 502_000) < 3000
 
 
-def test_an_engine_that_runs_ahead_is_timed_in_order_and_its_steps_are_queued() -> None:
+def test_steps_launched_ahead_are_ordered_and_have_queue_time() -> None:
     bench = Bench(FakeDevice())
     bench.step(MS)
     for _ in range(20):
@@ -94,13 +92,13 @@ def test_an_engine_that_runs_ahead_is_timed_in_order_and_its_steps_are_queued() 
     assert bench.timeline.collect_spans() == 0
     bench.device.wait_for(bench.device.main)
     assert bench.timeline.collect_spans() == 20
-    queued = [timed.queued_ns for timed in bench.told[1:]]
+    queued = [timed.queued_ns for timed in bench.intervals[1:]]
     assert queued == sorted(queued)
     assert abs(queued[-1] - 19 * 5 * MS) < MS
-    assert all(timed.gap_ns < 10_000 for timed in bench.told[2:])
+    assert all(timed.gap_ns < 10_000 for timed in bench.intervals[2:])
 
 
-def test_what_is_no_step_is_timed_on_its_own_stream_and_changes_nothing_of_the_steps() -> None:
+def test_work_on_another_stream_does_not_change_steps() -> None:
     def timed(copies: bool) -> tuple[list[DeviceInterval], list[DeviceInterval], int]:
         bench, copied, aside = Bench(FakeDevice(mark_ns=0)), list[DeviceInterval](), FakeStream()
         for _ in range(50):
@@ -111,18 +109,18 @@ def test_what_is_no_step_is_timed_on_its_own_stream_and_changes_nothing_of_the_s
             bench.step(5 * MS)
         bench.device.wait_for(aside)
         bench.timeline.collect_spans()
-        return bench.told, copied, bench.timeline.sampler.interval
+        return bench.intervals, copied, bench.timeline.sampler.interval
 
-    steps, copied, every = timed(copies=True)
-    alone, _, every_alone = timed(copies=False)
+    steps, copied, interval = timed(copies=True)
+    alone, _, interval_alone = timed(copies=False)
     assert len(copied) == len(steps) == len(alone) == 50
-    assert every == every_alone
-    assert all(abs(one.ended_at - one.started_at - 2 * MS) < 10_000 for one in copied)
-    assert all(one.gap_ns == -1 for one in copied)
-    assert all(one.gap_ns >= 0 for one in steps[1:])
+    assert interval == interval_alone
+    assert all(abs(item.ended_at - item.started_at - 2 * MS) < 10_000 for item in copied)
+    assert all(item.gap_ns == -1 for item in copied)
+    assert all(item.gap_ns >= 0 for item in steps[1:])
 
 
-def test_what_is_no_step_and_runs_between_two_of_them_is_no_gap() -> None:
+def test_other_work_between_steps_is_not_a_gap() -> None:
     bench = Bench(FakeDevice(mark_ns=0))
     for _ in range(5):
         bench.step(MS)
@@ -131,22 +129,20 @@ def test_what_is_no_step_and_runs_between_two_of_them_is_no_gap() -> None:
         assert span is not None and bench.timeline.end_span(span, lambda timed: None)
     bench.device.wait_for(bench.device.main)
     bench.timeline.collect_spans()
-    assert [timed.gap_ns for timed in bench.told] == [-1] * 5
+    assert [timed.gap_ns for timed in bench.intervals] == [-1] * 5
 
 
-def test_what_is_launched_further_ahead_than_there_are_events_is_not_timed_and_counted_and_the_rest_is() -> (
-    None
-):
+def test_steps_beyond_event_capacity_are_dropped_and_counted() -> None:
     bench = Bench(FakeDevice(), capacity=8)
     timed = [bench.step(5 * MS, waits=False) for _ in range(20)]
-    assert [ran is not None for ran in timed] == [True] * 8 + [False] * 12
+    assert [work is not None for work in timed] == [True] * 8 + [False] * 12
     assert bench.timeline.dropped == 12
     bench.device.wait_for(bench.device.main)
     assert bench.timeline.collect_spans() == 8
     assert bench.step(5 * MS) is not None
 
 
-def test_while_somebody_captures_the_device_is_left_alone() -> None:
+def test_device_is_not_called_during_graph_capture() -> None:
     bench = Bench(FakeDevice())
     bench.step(MS, waits=False)
     bench.device.calls.clear()
@@ -161,7 +157,7 @@ def test_while_somebody_captures_the_device_is_left_alone() -> None:
     assert bench.timeline.collect_spans() == 1
 
 
-def test_a_capture_that_nobody_told_of_is_seen_before_anything_is_recorded_into_it() -> None:
+def test_unannounced_capture_is_detected_before_recording_an_event() -> None:
     bench = Bench(FakeDevice())
     bench.device.in_capture = True
     bench.device.calls.clear()
@@ -169,28 +165,28 @@ def test_a_capture_that_nobody_told_of_is_seen_before_anything_is_recorded_into_
     assert bench.device.calls == {"capturing": 1}
 
 
-def test_a_span_in_which_somebody_captured_is_timed_if_the_capture_is_over() -> None:
+def test_span_around_a_finished_capture_is_timed() -> None:
     bench = Bench(FakeDevice())
     span = bench.timeline.begin_span()
     assert span is not None
     graph_capture.begin_capture()
     graph_capture.end_capture()
-    assert bench.timeline.end_span(span, bench.told.append)
+    assert bench.timeline.end_span(span, bench.intervals.append)
     bench.device.wait_for(bench.device.main)
     assert bench.timeline.collect_spans() == 1
 
 
-def test_a_span_that_ends_inside_a_capture_is_not_timed_and_its_events_are_used_again() -> None:
+def test_span_ending_during_capture_is_dropped_and_events_reused() -> None:
     bench = Bench(FakeDevice(), capacity=1)
     span = bench.timeline.begin_span()
     assert span is not None
     graph_capture.begin_capture()
-    assert not bench.timeline.end_span(span, bench.told.append)
+    assert not bench.timeline.end_span(span, bench.intervals.append)
     graph_capture.end_capture()
     assert bench.step(MS) is not None
 
 
-def test_a_device_that_fails_is_not_asked_any_more_and_nobody_notices() -> None:
+def test_failed_device_is_not_called_again() -> None:
     bench = Bench(FakeDevice())
     bench.step(MS)
     bench.device.is_lost = True
@@ -203,7 +199,7 @@ def test_a_device_that_fails_is_not_asked_any_more_and_nobody_notices() -> None:
     assert bench.timeline.errors == MAX_ERRORS
 
 
-def test_a_span_that_cannot_be_read_is_given_up_and_the_others_are_read(
+def test_unreadable_span_is_dropped_and_others_are_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     bench = Bench(FakeDevice(), capacity=4)
@@ -212,7 +208,7 @@ def test_a_span_that_cannot_be_read_is_given_up_and_the_others_are_read(
         span = bench.timeline.begin_span()
         assert span is not None
         bench.device.launch(MS)
-        bench.timeline.end_span(span, bench.told.append, lambda *instants: by_host.append(instants))
+        bench.timeline.end_span(span, bench.intervals.append, lambda *instants: by_host.append(instants))
         begun.append((span.begun_at, span.launched_at))
     bench.device.wait_for(bench.device.main)
     broken = bench.timeline._pending[0].start
@@ -227,12 +223,12 @@ def test_a_span_that_cannot_be_read_is_given_up_and_the_others_are_read(
     assert bench.timeline.collect_spans() == 0
     assert bench.timeline.collect_spans() == 2
     assert len(bench.timeline._pool) == 4
-    assert len(bench.told) == 2
+    assert len(bench.intervals) == 2
     assert by_host == begun[:1]
     assert bench.timeline.errors == 1
 
 
-def test_events_are_neither_made_nor_lost_in_ten_thousand_steps() -> None:
+def test_ten_thousand_steps_create_and_leak_no_events() -> None:
     bench = Bench(FakeDevice(), capacity=4)
     made = bench.device.calls["event"]
     for number in range(10_000):
@@ -242,7 +238,7 @@ def test_events_are_neither_made_nor_lost_in_ten_thousand_steps() -> None:
     assert bench.device.calls["event"] == made
     assert bench.timeline.pending == 0
     assert len(bench.timeline._pool) == 4
-    assert len(bench.told) + bench.timeline.dropped == 10_000
+    assert len(bench.intervals) + bench.timeline.dropped == 10_000
 
 
 @settings(max_examples=200, deadline=None)
@@ -254,7 +250,7 @@ def test_events_are_neither_made_nor_lost_in_ten_thousand_steps() -> None:
         st.tuples(st.integers(10_000, 200 * MS), st.integers(0, 2000 * MS)), min_size=1, max_size=40
     ),
 )
-def test_every_span_is_where_it_was_within_its_bound(
+def test_span_error_is_within_its_bound(
     drift: float, tick: int, launch: int, steps: list[tuple[int, int]]
 ) -> None:
     device = FakeDevice(drift_ppm=drift, tick_ns=tick, launch_ns=launch)
@@ -266,7 +262,7 @@ def test_every_span_is_where_it_was_within_its_bound(
         assert span is not None
         started = span.start.at
         device.launch(length)
-        assert bench.timeline.end_span(span, bench.told.append)
+        assert bench.timeline.end_span(span, bench.intervals.append)
         truth.append((started, span.end.at))
         device.wait_for(device.main)
         bench.timeline.collect_spans()
@@ -274,27 +270,27 @@ def test_every_span_is_where_it_was_within_its_bound(
         if bench.clocks.is_due(device.now(), in_use=True):
             bench.clocks.add_anchor()
     assert bench.timeline.violations == 0
-    for (started, ended), timed in zip(truth, bench.told, strict=True):
+    for (started, ended), timed in zip(truth, bench.intervals, strict=True):
         assert abs(timed.started_at - started) <= timed.bound_ns
         assert abs(timed.ended_at - ended) <= timed.bound_ns
         assert timed.bound_ns < 60_000 + 100e-6 * 4e9
 
 
 @pytest.mark.parametrize("length_ns", [200_000, MS, 3 * MS, 30 * MS])
-def test_marks_cost_a_known_share_of_the_time_whatever_a_call_costs_here(length_ns: int) -> None:
+def test_mark_overhead_is_bounded_for_any_call_cost(length_ns: int) -> None:
     shares, marked = [], []
     for call_ns in (500, 2000, 20_000):
         bench = Bench(FakeDevice(call_ns=call_ns))
-        device, pacing = bench.device, bench.timeline.sampler
+        device, sampler = bench.device, bench.timeline.sampler
         taken, began = 0, device.now()
         for _ in range(8000):
             before = device.now()
-            span = bench.timeline.begin_span() if pacing.should_sample() else None
+            span = bench.timeline.begin_span() if sampler.should_sample() else None
             taken += device.now() - before
             device.launch(length_ns)
             before = device.now()
             if span is not None:
-                bench.timeline.end_span(span, bench.told.append)
+                bench.timeline.end_span(span, bench.intervals.append)
             taken += device.now() - before
             device.wait_for(device.main)
         shares.append(taken / (device.now() - began))
@@ -303,80 +299,80 @@ def test_marks_cost_a_known_share_of_the_time_whatever_a_call_costs_here(length_
     assert marked == sorted(marked, reverse=True)
     assert marked[-1] > 0
     if length_ns == 30 * MS:
-        assert marked[0] == 8000  # where they cost little, no step is left out
+        assert marked[0] == 8000  # where marks are cheap, every step is sampled
 
 
-def test_an_engine_with_a_rhythm_is_not_always_marked_at_the_same_beat() -> None:
-    pacing = StepSampler()
-    beats: Counter[int] = Counter()
+def test_sampling_does_not_alias_with_a_periodic_engine() -> None:
+    sampler = StepSampler()
+    positions: Counter[int] = Counter()
     for number in range(1, 20_001):
-        if pacing.should_sample():
-            beats[number % 4] += 1
-            pacing.add_sample(number * MS, 20_000)
-    assert pacing.interval > 1
-    assert max(beats.values()) < 1.3 * min(beats.values())
+        if sampler.should_sample():
+            positions[number % 4] += 1
+            sampler.add_sample(number * MS, 20_000)
+    assert sampler.interval > 1
+    assert max(positions.values()) < 1.3 * min(positions.values())
 
 
-def test_what_marks_take_themselves_is_not_in_the_span() -> None:
+def test_mark_overhead_is_not_in_the_span() -> None:
     bench = Bench(FakeDevice(mark_ns=1280))
     bench.device.launch(5 * MS)
-    bench.step(2 * MS)  # queued: nothing of the host is in it
-    timed = bench.told[-1]
+    bench.step(2 * MS)  # queued, so it includes no host time
+    timed = bench.intervals[-1]
     assert abs(timed.ended_at - timed.started_at - 2 * MS) <= 64
 
 
-def test_an_old_anchor_says_how_little_it_knows() -> None:
+def test_bound_grows_with_the_age_of_the_anchor() -> None:
     device = FakeDevice(drift_ppm=40)
     bench = Bench(device)
     device.pass_time(3600 * 1000 * MS)
     began, _ = bench.step(MS) or (0, 0)
-    assert abs(bench.told[0].started_at - began) <= bench.told[0].bound_ns
-    assert bench.told[0].bound_ns > 100 * MS
+    assert abs(bench.intervals[0].started_at - began) <= bench.intervals[0].bound_ns
+    assert bench.intervals[0].bound_ns > 100 * MS
 
 
-def test_a_clock_that_jumped_has_no_rate() -> None:
+def test_clock_jump_resets_rate_and_drift() -> None:
     device = FakeDevice()
     bench = Bench(device)
     device.pass_time(300 * MS)
     bench.clocks.add_anchor()
     assert bench.clocks.anchor is not None
     assert bench.clocks.anchor.drift < 100e-6
-    device._offset += 10**10  # the device's clock, when the machine was moved
+    device._offset += 10**10  # the device clock jumps, as after a migration
     device.pass_time(1000 * MS)
     bench.clocks.add_anchor()
     assert bench.clocks.anchor.rate == 1.0
     assert bench.clocks.anchor.drift == 100e-6
 
 
-def test_what_is_pending_when_a_device_is_given_up_is_timed_by_the_host() -> None:
+def test_abandoned_spans_are_timed_by_the_host() -> None:
     bench, by_host = Bench(FakeDevice()), []
     for _ in range(3):
         span = bench.timeline.begin_span()
         assert span is not None
-        bench.timeline.end_span(span, bench.told.append, lambda *instants: by_host.append(instants))
+        bench.timeline.end_span(span, bench.intervals.append, lambda *instants: by_host.append(instants))
     bench.timeline.abandon_pending()
     assert bench.timeline.pending == 0
     assert len(by_host) == 3
-    assert bench.told == []
+    assert bench.intervals == []
 
 
-def test_steps_are_marked_two_in_a_row_so_that_what_was_between_them_is_known() -> None:
+def test_steps_are_sampled_in_pairs_to_measure_gaps() -> None:
     bench = Bench(FakeDevice(call_ns=2000))
     for _ in range(3000):
         span = bench.timeline.begin_span() if bench.timeline.sampler.should_sample() else None
         bench.device.launch(MS)
         if span is not None:
-            bench.timeline.end_span(span, bench.told.append)
+            bench.timeline.end_span(span, bench.intervals.append)
         bench.device.wait_for(bench.device.main)
-        bench.device.pass_time(MS // 2)  # the host does something else for half as long
+        bench.device.pass_time(MS // 2)  # the host does other work for half a step
     bench.timeline.collect_spans()
-    assert 50 < len(bench.told) < 1000
-    known = [timed.gap_ns for timed in bench.told if timed.gap_ns >= 0]
-    assert len(known) >= 0.45 * len(bench.told)
+    assert 50 < len(bench.intervals) < 1000
+    known = [timed.gap_ns for timed in bench.intervals if timed.gap_ns >= 0]
+    assert len(known) >= 0.45 * len(bench.intervals)
     assert all(MS // 2 <= gap < MS for gap in known)
 
 
-def test_who_had_waited_for_the_device_does_not_say_how_long_it_took_to_launch() -> None:
+def test_launch_time_is_absent_after_a_device_wait() -> None:
     bench = Bench(FakeDevice())
     for has_waited in (False, True):
         span = bench.timeline.begin_span()
@@ -384,28 +380,30 @@ def test_who_had_waited_for_the_device_does_not_say_how_long_it_took_to_launch()
         bench.device.launch(5 * MS)
         if has_waited:
             bench.device.wait_for(bench.device.main)
-        bench.timeline.end_span(span, bench.told.append, has_waited=has_waited)
+        bench.timeline.end_span(span, bench.intervals.append, has_waited=has_waited)
         bench.device.wait_for(bench.device.main)
         bench.timeline.collect_spans()
-    assert [timed.launched_ns >= 0 for timed in bench.told] == [True, False]
+    assert [timed.launched_ns >= 0 for timed in bench.intervals] == [True, False]
 
 
-def test_a_capture_that_begins_waits_until_nobody_asks_a_device_and_then_nobody_does() -> None:
+def test_capture_waits_for_a_collection_and_blocks_the_next() -> None:
     bench = Bench(FakeDevice(), capacity=4)
     for _ in range(3):
         bench.step(MS, waits=False)
     bench.device.wait_for(bench.device.main)
     began: list[int] = []
-    capture = threading.Thread(target=lambda: (graph_capture.begin_capture(), began.append(len(bench.told))))
+    capture = threading.Thread(
+        target=lambda: (graph_capture.begin_capture(), began.append(len(bench.intervals)))
+    )
 
-    def say(timed: DeviceInterval) -> None:
-        capture.start()  # in the middle of a harvest
+    def on_device(timed: DeviceInterval) -> None:
+        capture.start()  # during the collection
         while not graph_capture.open_captures:
             time.sleep(0.001)
         assert not began
-        bench.told.append(timed)
+        bench.intervals.append(timed)
 
-    bench.timeline._pending[0].on_device = say
+    bench.timeline._pending[0].on_device = on_device
     assert bench.timeline.collect_spans() == 1
     capture.join(5)
     assert began == [1]
@@ -414,13 +412,13 @@ def test_a_capture_that_begins_waits_until_nobody_asks_a_device_and_then_nobody_
     assert bench.timeline.collect_spans() == 2
 
 
-def test_a_step_in_a_step_says_nothing_of_the_pace() -> None:
-    """It begins after the one around it, and is marked before that."""
-    pacing = StepSampler()
+def test_nested_steps_do_not_change_the_sample_rate() -> None:
+    """The inner step begins after the outer step, and is marked before it."""
+    sampler = StepSampler()
     for number in range(1, 30_000):
         began = number * 1_000_000
-        pacing.should_sample()
-        pacing.should_sample()
-        pacing.add_sample(began + 1000, 20_000)
-        pacing.add_sample(began, 20_000)
-    assert 1 <= pacing.interval < 100
+        sampler.should_sample()
+        sampler.should_sample()
+        sampler.add_sample(began + 1000, 20_000)
+        sampler.add_sample(began, 20_000)
+    assert 1 <= sampler.interval < 100

@@ -193,7 +193,7 @@ def test_a_lock_is_reacquired_in_a_recreated_folder(shm: Path) -> None:
     assert lock.ensure_held()
 
 
-# ── dead servers ──────────────────────────────────────────────────────────────────────────────────────────────────
+# ── dead servers ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_dead_server_is_claimed_once(shm: Path) -> None:

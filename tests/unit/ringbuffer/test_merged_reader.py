@@ -235,7 +235,7 @@ def test_a_missing_folder_has_no_events(folder: Path) -> None:
     assert rings.poll(2) == []
 
 
-# ── process death ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── process death ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_process_death_ends_its_requests_and_removes_rings(folder: Path) -> None:
@@ -480,7 +480,7 @@ def test_errors_stay_counted_after_process_death(folder: Path) -> None:
     assert rings.count_errors() == 3
 
 
-# ── restart of the reader ──────────────────────────────────────────────────────────────────────────────────
+# ── restart of the reader ────────────────────────────────────────────────────────────────────────────────────────
 
 
 def run_cycles(rings: MergedReader, assembler: Assembler, *at: int) -> list[int]:
@@ -519,6 +519,7 @@ def test_a_new_reader_exports_each_remaining_request_once(folder: Path, died_aft
 
 
 def test_a_new_reader_counts_only_new_errors() -> None:
+    """And only new losses."""
     rings, arena = MergedReader(), MemoryArena()
     writer, steps = RequestWriter(arena, "1-a", "server"), StepWriter(arena, "1-a-1", "toy")
     writer.words[layout.W_PROCESSED_UNTIL] = 5
@@ -580,7 +581,7 @@ def test_flush_requests_are_completed_by_number() -> None:
     assert rings.list_pending_flushes() == [(pending[0][0], 4)]
 
 
-# ── events from outside the rings ───────────────────────────────────────────────────────────────────────────────────
+# ── events from outside the rings ────────────────────────────────────────────────────────────────────────────────
 
 
 def test_added_events_are_merged_by_time() -> None:

@@ -250,7 +250,7 @@ def test_a_handle_records_nothing_after_stop(recording: Recorder, arenas: Arenas
     assert len(read_events(arenas.made[0])) == 1
 
 
-# ── errors do not reach the caller ────────────────────────────────────────────────────────────────────────────────
+# ── errors do not reach the caller ───────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(
@@ -266,6 +266,7 @@ def test_a_handle_records_nothing_after_stop(recording: Recorder, arenas: Arenas
 def test_an_invalid_event_is_counted_and_logged_once(
     recording: Recorder, arenas: Arenas, caplog: pytest.LogCaptureFixture, event: Any
 ) -> None:
+    """The next event is recorded."""
     handle = recording.open_request(arrival())
     with caplog.at_level(logging.ERROR, "otel_infer"):
         for _ in range(3):

@@ -222,6 +222,7 @@ def test_a_flush_during_an_export_sends_later_counts(
 
 
 def test_repeated_flushes_queue_a_limited_number_of_snapshots(slow: tuple[Pipeline, SlowCollector]) -> None:
+    """Cumulative snapshots replace each other; at most `MAX_PENDING` delta snapshots wait."""
     pipeline, collector = slow
     for _ in range(50):
         count_marks(pipeline, 1)

@@ -1,4 +1,4 @@
-"""What a request takes along into another process, and what it is there."""
+"""Propagates a request to another process: its headers and its state there."""
 
 from __future__ import annotations
 
@@ -27,49 +27,49 @@ def request_(recording: Recording) -> request_span.RequestSpan:
     return request
 
 
-def test_what_is_stated_of_a_part_is_stated_of_its_request(
+def test_events_of_a_fragment_belong_to_its_request(
     recording: Recording, request_: request_span.RequestSpan
 ) -> None:
-    part = propagation.join_request(propagation.inject(request_))
-    assert part is not None
-    part.record_event(events.EngineFinished(_clock.now(), "stop", 3))
-    propagation.release(part)
+    fragment = propagation.join_request(propagation.inject(request_))
+    assert fragment is not None
+    fragment.record_event(events.EngineFinished(_clock.now(), "stop", 3))
+    propagation.release(fragment)
     request_.close()
     (record,) = recording.records()
     assert (record.finish_reasons, record.output_tokens) == (("stop",), 3)
     assert recording.in_flight == 0
 
 
-def test_others_read_the_standard_headers_beside_it(request_: request_span.RequestSpan) -> None:
-    said = propagation.inject(request_)
-    assert said["traceparent"].split("-")[1:3] == [
-        said[propagation.REQUEST_HEADER][:32],
-        said[propagation.REQUEST_HEADER][32:],
+def test_traceparent_matches_the_request_header(request_: request_span.RequestSpan) -> None:
+    headers = propagation.inject(request_)
+    assert headers["traceparent"].split("-")[1:3] == [
+        headers[propagation.REQUEST_HEADER][:32],
+        headers[propagation.REQUEST_HEADER][32:],
     ]
 
 
-def test_sequences_of_a_request_are_one_part_until_the_last_has_left(
+def test_sequences_share_one_fragment_until_the_last_release(
     request_: request_span.RequestSpan,
 ) -> None:
-    said = propagation.inject(request_)
-    one, other = propagation.join_request(said), propagation.join_request(said)
-    assert one is other is not None
-    propagation.release(one)
+    headers = propagation.inject(request_)
+    first, second = propagation.join_request(headers), propagation.join_request(headers)
+    assert first is second is not None
+    propagation.release(first)
     assert propagation._fragments != {}
-    propagation.release(one)
+    propagation.release(first)
     assert propagation._fragments == {}
-    again = propagation.join_request(said)
-    assert again is not None and again is not one
+    again = propagation.join_request(headers)
+    assert again is not None and again is not first
 
 
-@pytest.mark.parametrize("mark", ["", "ab", "x" * 48, "é" * 48, "00" * 23])
-def test_what_is_no_mark_of_ours_is_nobodys(recording: Recording, mark: str) -> None:
-    assert propagation.join_request({propagation.REQUEST_HEADER: mark}) is None
+@pytest.mark.parametrize("header", ["", "ab", "x" * 48, "é" * 48, "00" * 23])
+def test_invalid_header_joins_no_request(recording: Recording, header: str) -> None:
+    assert propagation.join_request({propagation.REQUEST_HEADER: header}) is None
     assert propagation.join_request({}) is None
     assert propagation.join_request(None) is None
 
 
-def test_a_part_that_found_no_room_says_nothing(request_: request_span.RequestSpan) -> None:
-    nobody = propagation.RequestFragment(0, b"x" * 8, 0)
-    nobody.record_event(events.RequestReceived(_clock.now()))
-    assert nobody.packed == bytes(4)
+def test_fragment_without_a_slot_records_nothing(request_: request_span.RequestSpan) -> None:
+    fragment = propagation.RequestFragment(0, b"x" * 8, 0)
+    fragment.record_event(events.RequestReceived(_clock.now()))
+    assert fragment.packed == bytes(4)

@@ -1,4 +1,4 @@
-"""The live request: what it makes of several reports of its end, and whether anything can hang from its span."""
+"""The live request span: several reports of its end, and whether it can be a parent."""
 
 from __future__ import annotations
 
@@ -19,62 +19,60 @@ from otel_infer.tracing.request_span import RequestSpan
 from otel_infer.tracing.span_ids import ProviderSpanFactory
 from tests.support.rings import Recording
 
-ABOVE = SpanContext(1, 2, is_remote=False, trace_flags=TraceFlags(1))
+PARENT = SpanContext(1, 2, is_remote=False, trace_flags=TraceFlags(1))
 
 
-def opened() -> request_span.RequestSpan:
-    """A request below a span of somebody else in this process."""
-    with trace.use_span(NonRecordingSpan(ABOVE)):
+def open_below_parent() -> request_span.RequestSpan:
+    """Opens a request below a span of another library in this process."""
+    with trace.use_span(NonRecordingSpan(PARENT)):
         request = start.open_request("POST", owner="asgi", server=True)
     assert request is not None
     return request
 
 
-def only(recording: Recording) -> RequestRecord:
+def read_single_record(recording: Recording) -> RequestRecord:
     (record,) = recording.records()
     return record
 
 
-def test_how_many_tokens_a_client_asks_for_is_any_number(recording: Recording) -> None:
-    request = opened()
+def test_requested_max_tokens_is_clamped(recording: Recording) -> None:
+    request = open_below_parent()
     request.record_submitted("toy", 1, 5, -1)
     request.close()
-    assert only(recording).max_tokens == 0
-    request = opened()
+    assert read_single_record(recording).max_tokens == 0
+    request = open_below_parent()
     request.record_submitted("toy", 1, 5, 10**10)
     request.close()
-    assert only(recording).max_tokens == 2**32 - 1
+    assert read_single_record(recording).max_tokens == 2**32 - 1
 
 
-def test_a_request_that_is_over_keeps_nobody_who_was_there_before_it(recording: Recording) -> None:
-    """The reader of a connection may keep the context of a request, and the next one on it begins there."""
-    first = opened()
+def test_ended_request_holds_no_reference_to_the_previous(recording: Recording) -> None:
+    """The reader of a connection may hold the context of a request, in which the next request begins."""
+    first = open_below_parent()
     token = first.attach()
-    second = opened()
+    second = open_below_parent()
     start.detach(token)
     first.close()
     second.close()
-    kept = weakref.ref(first)
+    reference = weakref.ref(first)
     recording.records()
     del first
-    assert kept() is None
+    assert reference() is None
     assert not second.is_recording()
 
 
-def test_a_thousand_inputs_of_one_request_say_once_what_it_is(
-    recording: Recording, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    said: list[Any] = []
-    request = opened()
-    monkeypatch.setattr(RequestSpan, "record_event", lambda request, fact: said.append(fact))
+def test_repeated_attributes_are_recorded_once(recording: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded: list[Any] = []
+    request = open_below_parent()
+    monkeypatch.setattr(RequestSpan, "record_event", lambda request, event: recorded.append(event))
     monkeypatch.setattr(
-        RequestSpan, "record_attribute", lambda request, key, value: said.append((key, value))
+        RequestSpan, "record_attribute", lambda request, key, value: recorded.append((key, value))
     )
     for _ in range(1000):
         request.set_operation("embeddings", "vllm", "bert")
         request.set_request_id("embd-1")
     request.set_operation("embeddings", "vllm", "bert-lora")
-    assert [value for _, value in said] == [
+    assert [value for _, value in recorded] == [
         "embeddings",
         "vllm",
         "bert",
@@ -85,8 +83,8 @@ def test_a_thousand_inputs_of_one_request_say_once_what_it_is(
     ]
 
 
-def test_what_is_no_attribute_is_ignored_and_the_request_is_told(recording: Recording) -> None:
-    request = opened()
+def test_invalid_attributes_are_ignored(recording: Recording) -> None:
+    request = open_below_parent()
     span: Any = request
     for key in (("a", "b"), 3, "", None):
         span.set_attribute(key, 1)
@@ -94,40 +92,38 @@ def test_what_is_no_attribute_is_ignored_and_the_request_is_told(recording: Reco
     span.set_attribute("good", 1)
     span.update_name(7)
     request.close()
-    record = only(recording)
+    record = read_single_record(recording)
     assert record.attributes == {"good": 1}
     assert [event.attributes for event in record.events] == [{}] * 4
 
 
 @pytest.mark.parametrize("timestamp", [np.int64(1), np.int64(1 << 62), 1.5, "now", datetime.now(), -5])
-def test_an_event_happens_while_its_request_is_there_whatever_its_time_is_said_to_be(
-    recording: Recording, timestamp: Any
-) -> None:
-    request = opened()
+def test_event_time_is_clamped_to_the_request(recording: Recording, timestamp: Any) -> None:
+    request = open_below_parent()
     request.add_event("e", timestamp=timestamp)
     request.close()
-    record = only(recording)
+    record = read_single_record(recording)
     (event,) = record.events
     assert type(event.at) is int
     assert record.arrived_at <= event.at <= record.ended_at
 
 
 @pytest.mark.parametrize(
-    ("said", "expected"),
+    ("reported", "expected"),
     [
         ((events.OK, ""), (events.ERROR, "MemoryError")),
         ((events.ERROR, "503"), (events.ERROR, "MemoryError")),
         ((events.ABORTED, "timeout"), (events.ABORTED, "timeout")),
     ],
 )
-def test_what_the_engine_failed_of_goes_before_what_the_server_made_of_it(
-    recording: Recording, said: tuple[int, str], expected: tuple[int, str]
+def test_engine_error_overrides_server_outcome_except_abort(
+    recording: Recording, reported: tuple[int, str], expected: tuple[int, str]
 ) -> None:
-    request = opened()
+    request = open_below_parent()
     request.set_engine_error("MemoryError")
     request.set_engine_error("RuntimeError")
-    request.close(*said)
-    record = only(recording)
+    request.close(*reported)
+    record = read_single_record(recording)
     assert (record.outcome, record.error_type) == expected
 
 
@@ -139,14 +135,14 @@ def test_what_the_engine_failed_of_goes_before_what_the_server_made_of_it(
         ((StatusCode.UNSET,), (events.OK, "")),
     ],
 )
-def test_the_status_that_user_code_set_last_counts(
+def test_last_status_set_by_user_code_counts(
     recording: Recording, codes: tuple[StatusCode, ...], expected: tuple[int, str]
 ) -> None:
-    request = opened()
+    request = open_below_parent()
     for code in codes:
         request.set_status(code)
     request.close()
-    record = only(recording)
+    record = read_single_record(recording)
     assert (record.outcome, record.error_type) == expected
 
 
@@ -158,30 +154,30 @@ def test_the_status_that_user_code_set_last_counts(
         (StatusCode.OK, (events.OK, "")),
     ],
 )
-def test_the_status_that_user_code_set_on_a_providers_span_counts_as_well(
+def test_status_set_on_provider_span_counts(
     recording: Recording, code: StatusCode, expected: tuple[int, str]
 ) -> None:
     request_span.span_factory = ProviderSpanFactory(TracerProvider(shutdown_on_exit=False).get_tracer("test"))
-    request = opened()
+    request = open_below_parent()
     token = request.attach()
     trace.get_current_span().set_status(code)
     start.detach(token)
     request.close()
-    record = only(recording)
+    record = read_single_record(recording)
     assert (record.outcome, record.error_type) == expected
 
 
-def test_a_providers_span_that_records_nothing_has_no_status(recording: Recording) -> None:
+def test_non_recording_provider_span_has_no_status(recording: Recording) -> None:
     request_span.span_factory = ProviderSpanFactory(trace.NoOpTracerProvider().get_tracer("test"))
-    request = opened()
+    request = open_below_parent()
     request.close()
-    assert only(recording).outcome == events.OK
+    assert read_single_record(recording).outcome == events.OK
 
 
-def test_the_limit_of_attributes_is_of_how_many_there_are_and_not_of_how_often_they_are_set(
+def test_attribute_limit_counts_distinct_keys(
     recording: Recording,
 ) -> None:
-    request = opened()
+    request = open_below_parent()
     for number in range(200):
         request.set_attribute("progress", number)
     for number in range(200):
@@ -189,47 +185,47 @@ def test_the_limit_of_attributes_is_of_how_many_there_are_and_not_of_how_often_t
     request.set_attribute("progress", "done")
     request.close()
     parts = {f"part {number}": number for number in range(127)}
-    assert only(recording).attributes == {"progress": "done", **parts}
+    assert read_single_record(recording).attributes == {"progress": "done", **parts}
 
 
-def test_a_link_has_the_attributes_that_it_was_added_with(recording: Recording) -> None:
-    request = opened()
+def test_link_has_its_attributes(recording: Recording) -> None:
+    request = open_below_parent()
     for attributes in ({"kind": "retry", 7: "no key"}, None, {"text": "x" * 9000}, {"kind": "again"}):
-        request.add_link(ABOVE, attributes)
+        request.add_link(PARENT, attributes)
     request.close()
-    links = only(recording).links
+    links = read_single_record(recording).links
     assert {(link.trace_id, link.span_id) for link in links} == {(bytes(15) + b"\1", bytes(7) + b"\2")}
-    # What has no room in the ring is left out.
+    # Attributes too large for the ring are dropped.
     assert [link.attributes for link in links] == [{"kind": "retry"}, {}, {}, {"kind": "again"}]
 
 
-def test_a_status_says_less_than_what_was_raised(recording: Recording) -> None:
-    request = opened()
+def test_exception_type_overrides_status(recording: Recording) -> None:
+    request = open_below_parent()
     request.set_status(StatusCode.ERROR)
     request.close(events.ERROR, "ValueError")
-    assert only(recording).error_type == "ValueError"
+    assert read_single_record(recording).error_type == "ValueError"
 
 
-def test_whoever_asks_after_the_end_of_a_request_that_nobody_asked_is_told_of_the_span_above(
+def test_unread_span_context_after_end_is_the_parent(
     recording: Recording,
 ) -> None:
-    request = opened()
+    request = open_below_parent()
     request.close()
-    assert request.get_span_context() == ABOVE
-    assert only(recording).redundant
+    assert request.get_span_context() == PARENT
+    assert read_single_record(recording).redundant
 
 
-def test_a_span_whose_id_somebody_was_told_keeps_it(recording: Recording) -> None:
-    request = opened()
-    told = request.get_span_context()
-    request._use_parent_context()  # as if it had been asked in the midst of its end
+def test_read_span_id_is_stable_after_the_end(recording: Recording) -> None:
+    request = open_below_parent()
+    context = request.get_span_context()
+    request._use_parent_context()  # as if the context was read while the request ended
     request.close()
-    assert request.get_span_context() == told != ABOVE
-    assert not only(recording).redundant
+    assert request.get_span_context() == context != PARENT
+    assert not read_single_record(recording).redundant
 
 
-def test_a_request_that_is_somebodys_root_stays(recording: Recording) -> None:
+def test_root_request_is_not_redundant(recording: Recording) -> None:
     request = start.open_request("POST", owner="asgi")
     assert request is not None
     request.close()
-    assert not only(recording).redundant
+    assert not read_single_record(recording).redundant

@@ -1,4 +1,4 @@
-"""What `otel-infer demo` says at its end can be typed as it stands."""
+"""`otel-infer demo` prints a command that the user can run as it is."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from otel_infer.cli.demo import command
 
 
 @pytest.mark.parametrize(
-    ("path", "said"),
+    ("path", "expected"),
     [(".venv/bin", "otel-infer"), ("elsewhere", ".venv/bin/otel-infer"), ("", ".venv/bin/otel-infer")],
+    ids=["on PATH", "another on PATH", "PATH empty"],
 )
-def test_the_program_is_named_so_that_it_is_this_one_that_is_called(
-    path: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_printed_program_is_the_running_installation(
+    path: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for folder in (".venv/bin", "elsewhere"):
         (tmp_path / folder).mkdir(parents=True)
@@ -24,7 +25,7 @@ def test_the_program_is_named_so_that_it_is_this_one_that_is_called(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "executable", str(tmp_path / ".venv" / "bin" / "python"))
     monkeypatch.setenv("PATH", str(tmp_path / path) if path else "")
-    assert command.find_program() == said
-    found = shutil.which(said)
+    assert command.find_program() == expected
+    found = shutil.which(expected)
     assert found is not None
     assert Path(found).samefile(tmp_path / ".venv" / "bin" / "otel-infer")

@@ -1,4 +1,4 @@
-"""What readers felt, out of files of spans, beside what the server knows."""
+"""Client-side latency from span files is compared with the latency in the server."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ MS = 1_000_000
 
 
 def served() -> list[RequestRecord]:
-    engine, asked = healthy(random.Random(2))
-    return engine.records(asked)
+    engine, load = healthy(random.Random(2))
+    return engine.records(load)
 
 
 def otlp(trace_id: str, span_id: str, first_token_ms: float, **more: Any) -> dict[str, Any]:
-    """As the Collector's file exporter writes it."""
-    said = {
+    """Returns spans in the format of the Collector's file exporter."""
+    values = {
         semconv.CLIENT_TIME_TO_HEADERS: 0.001,
         semconv.CLIENT_TIME_TO_FIRST_TOKEN: first_token_ms / 1e3,
         **more,
     }
-    attributes = [{"key": key, "value": {"doubleValue": value}} for key, value in said.items()]
+    attributes = [{"key": key, "value": {"doubleValue": value}} for key, value in values.items()]
     attributes += [
         {"key": "http.response.status_code", "value": {"intValue": "200"}},
         {"key": "x", "value": {}},
@@ -43,7 +43,7 @@ def otlp(trace_id: str, span_id: str, first_token_ms: float, **more: Any) -> dic
 
 
 def console(trace_id: str, span_id: str, first_token_ms: float) -> dict[str, Any]:
-    """As the SDK's ConsoleSpanExporter prints it."""
+    """Returns a span in the format of the SDK's ConsoleSpanExporter."""
     return {
         "name": "POST",
         "context": {"trace_id": f"0x{trace_id}", "span_id": f"0x{span_id}", "trace_state": "[]"},
@@ -58,9 +58,7 @@ def console(trace_id: str, span_id: str, first_token_ms: float) -> dict[str, Any
 
 @pytest.mark.parametrize("indent", [None, 4])
 @pytest.mark.parametrize("write", [otlp, console])
-def test_spans_of_our_client_are_found_whoever_wrote_them(
-    tmp_path: Path, write: Any, indent: int | None
-) -> None:
+def test_client_spans_are_read_from_both_formats(tmp_path: Path, write: Any, indent: int | None) -> None:
     spans = [write("ab" * 16, "cd" * 8, 12.5), write("AB" * 16, "ef" * 8, 0.25)]
     (tmp_path / "a").write_text("\n".join(json.dumps(span, indent=indent) for span in spans) + "\n\n")
     assert client_spans.read_client_requests(tmp_path / "a") == [
@@ -72,64 +70,69 @@ def test_spans_of_our_client_are_found_whoever_wrote_them(
 @pytest.mark.parametrize(
     "text", ["", "{}", "[]", "nothing", '{"resourceSpans": 5}', '{"context": {}}', '"context"']
 )
-def test_a_file_without_such_spans_is_an_error_that_says_so(tmp_path: Path, text: str) -> None:
+def test_file_without_client_spans_is_an_error(tmp_path: Path, text: str) -> None:
     (tmp_path / "a").write_text(text)
     with pytest.raises(InvalidSpanFile, match=r"OTLP JSON|no span of otel_infer.instrumentation.httpx"):
         client_spans.read_client_requests(tmp_path / "a")
 
 
-def test_a_length_that_is_none_is_said_to_be_none(tmp_path: Path) -> None:
+def test_infinite_length_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "a").write_text(json.dumps(otlp("ab" * 16, "cd" * 8, float("inf"))))
     with pytest.raises(InvalidSpanFile, match="no OTLP JSON"):
         client_spans.read_client_requests(tmp_path / "a")
 
 
-def test_what_readers_waited_longer_than_the_server_took_is_outside_of_it() -> None:
+def test_additional_client_latency_is_outside_the_server() -> None:
     records = served()
     for number, record in enumerate(records):
         record.parent_span_id = number.to_bytes(8, "big")
-    felt = [
+    client_requests = [
         ClientRequest(r.trace_id.hex(), r.parent_span_id.hex(), r.duration_ns, r.ttft_ns + 300 * MS)
         for r in records[:40]
     ]
-    found = client_spans.compare_latency(records, felt)
+    found = client_spans.compare_latency(records, client_requests)
     assert found is not None
     assert found.requests == 40
     assert found.outside_p50_ms == pytest.approx(300) and found.outside_p95_ms == pytest.approx(300)
     assert found.felt_p95_ms == pytest.approx(found.server_p95_ms + 300)
     assert 0.5 < found.share < 1 and f"{found.share:.0%}" in found.to_sentence()
-    assert found.to_first_token == 40 and "to the first token, of which" in found.to_sentence()
-    some_whole = client_spans.compare_latency(
-        records, [*felt[:30], *(one._replace(first_token=0) for one in felt[30:])]
+    assert found.to_first_token == 40 and "to the first token" in found.to_sentence()
+    partly_streamed = client_spans.compare_latency(
+        records,
+        [
+            *client_requests[:30],
+            *(client_request._replace(first_token=0) for client_request in client_requests[30:]),
+        ],
     )
-    assert some_whole is not None
-    assert "to the first token, or to the end of the 10 that do not stream, of" in some_whole.to_sentence()
+    assert partly_streamed is not None
+    assert "the 10 that do not stream" in partly_streamed.to_sentence()
 
 
-def test_without_tokens_it_is_the_whole_that_was_waited_for_and_never_less_than_nothing() -> None:
+def test_without_first_token_the_whole_duration_is_compared() -> None:
+    """The latency outside the server is never negative."""
     (record, *_) = served()
     whole = ClientRequest(record.trace_id.hex(), "00" * 8, record.duration_ns + 7 * MS, 0)
     found = client_spans.compare_latency([record], [whole])
     assert found is not None and found.outside_p50_ms == pytest.approx(7)
-    assert "to the end, of which" in found.to_sentence()
-    quicker = client_spans.compare_latency([record], [whole._replace(duration=1)])
-    assert quicker is not None and (quicker.outside_p50_ms, quicker.share) == (0, 0)
+    assert "to the end" in found.to_sentence()
+    shorter = client_spans.compare_latency([record], [whole._replace(duration=1)])
+    assert shorter is not None and (shorter.outside_p50_ms, shorter.share) == (0, 0)
 
 
-def test_a_trace_with_several_requests_is_joined_by_the_calling_span_alone() -> None:
-    one, other, *_ = served()
-    other.trace_id = one.trace_id
-    one.parent_span_id, other.parent_span_id = b"1" * 8, b"2" * 8
-    felt = ClientRequest(one.trace_id.hex(), (b"2" * 8).hex(), 0, other.ttft_ns + MS)
-    found = client_spans.compare_latency([one, other], [felt])
+def test_calling_span_selects_the_request_of_a_trace() -> None:
+    first, second, *_ = served()
+    second.trace_id = first.trace_id
+    first.parent_span_id, second.parent_span_id = b"1" * 8, b"2" * 8
+    client_request = ClientRequest(first.trace_id.hex(), (b"2" * 8).hex(), 0, second.ttft_ns + MS)
+    found = client_spans.compare_latency([first, second], [client_request])
     assert found is not None and (found.requests, round(found.outside_p50_ms, 3)) == (1, 1.0)
-    assert client_spans.compare_latency([one, other], [felt._replace(span_id="3" * 16)]) is None
+    assert client_spans.compare_latency([first, second], [client_request._replace(span_id="3" * 16)]) is None
     assert (
-        client_spans.compare_latency([one], [felt._replace(span_id="3" * 16)]) is not None
-    )  # somebody's server span between
+        client_spans.compare_latency([first], [client_request._replace(span_id="3" * 16)]) is not None
+    )  # a server span of another library may lie between
 
 
-def test_explain_tells_what_readers_felt_if_it_is_given_their_spans(
+def test_explain_reports_client_latency_from_a_span_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = recorded(tmp_path / "a.tape", *healthy(random.Random(2)))
@@ -137,12 +140,12 @@ def test_explain_tells_what_readers_felt_if_it_is_given_their_spans(
     (tmp_path / "spans").write_text("\n".join(map(json.dumps, spans)))
     assert main(["explain", str(path), "--client", str(tmp_path / "spans")]) == 0
     out = " ".join(capsys.readouterr().out.split())
-    assert "what the readers of 60 requests felt" in out and "(median 250 ms)" in out
+    assert "client-side latency of 60 requests" in out and "(median 250 ms)" in out
     assert main(["explain", str(path), "--client", str(tmp_path / "spans"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["readers"]["requests"] == 60
     (tmp_path / "others").write_text(json.dumps(otlp("ab" * 16, "ab" * 8, 1)))
     assert main(["explain", str(path), "--client", str(tmp_path / "others")]) == 2
-    assert "none of its spans is of one of these 60 requests" in capsys.readouterr().err
+    assert "these 60 requests" in capsys.readouterr().err
     assert main(["explain", str(path), "--client", str(tmp_path / "nowhere")]) == 2
     assert main(["explain", str(path), "--client", str(tmp_path / "spans"), "--against", str(path)]) == 2
     assert "neither" in capsys.readouterr().err

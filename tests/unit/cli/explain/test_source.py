@@ -60,7 +60,7 @@ FINISHED = [
 ]
 
 
-def test_a_tape_has_its_file_name_period_and_counts() -> None:
+def test_tape_has_file_name_period_and_counts() -> None:
     source = describe_source(FINISHED, 0, tape=Path("/tapes/slow.tape"))
     assert source.to_sentence() == (
         "slow.tape: 2026-01-01 14:00:05 to 14:02:08 (123 s), 3 requests; "
@@ -100,7 +100,7 @@ def test_a_running_server_has_its_service_name_and_pids(tmp_path: Path) -> None:
     assert (source.to_dict()["service"], source.to_dict()["pids"]) == ("vllm", [90, 4711])
 
 
-def test_a_server_without_a_service_name_has_pid_and_engine(tmp_path: Path) -> None:
+def test_server_without_service_name_has_pid_and_engine(tmp_path: Path) -> None:
     (tmp_path / "4711-a.requests").touch()
     assert describe_source(FINISHED, 0, folder=tmp_path).to_sentence().startswith("pid 4711 (toy): ")
 

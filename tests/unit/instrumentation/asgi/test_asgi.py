@@ -764,7 +764,7 @@ def test_caller_ids_with_dashes_are_invalid() -> None:
 
 
 def test_default_propagators_use_the_fast_header_parser() -> None:
-    """Other propagators cost a call per request instead of one regular expression."""
+    """Other propagators must be called for each request; the default header is parsed directly."""
     assert parent_context.parse_caller([TRACEPARENT]) == bytes.fromhex(f"00{TRACE_ID}{SPAN_ID}01")
     assert parent_context.parse_caller([]) is span_ids.NO_CALLER
 

@@ -698,7 +698,7 @@ def test_implausible_server_timing_is_ignored(spans: Spans, header: str) -> None
         (b"", False),
     ],
 )
-def test_only_content_events_count_as_tokens(chunk: bytes, brings: bool) -> None:
+def test_empty_and_control_events_are_no_tokens(chunk: bytes, brings: bool) -> None:
     assert SseParser().scan_for_token(chunk) is brings
 
 

@@ -253,7 +253,7 @@ def test_request_under_a_server_joins_its_request(recording: Recording) -> None:
     assert stages_of(record) == ["ingress", "database"]
 
 
-def test_error_under_a_server_leaves_the_outcome_open(recording: Recording) -> None:
+def test_error_under_a_server_keeps_the_server_outcome(recording: Recording) -> None:
     server = start.open_request("POST", owner="asgi", server=True)
     assert server is not None
     token = server.attach()

@@ -817,7 +817,7 @@ def test_tokens_without_detokenization_are_marked_as_reached(recording: Recordin
         (FinishReason.ERROR, events.ERROR, ()),
     ],
 )
-def test_engine_abort_or_error_is_not_ok(
+def test_engine_finish_reason_determines_the_outcome(
     recording: Recording, reason: FinishReason, outcome: int, reasons: tuple[str, ...]
 ) -> None:
     front_end, sequence = FrontEnd(), Sequence("r")

@@ -1,4 +1,4 @@
-"""What people may write into slo.yaml, and what they are told when they may not."""
+"""The content of slo.yaml, and the errors for invalid content."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ budgets: {queue: 100ms, prefill: 0.35s}
 """
 
 
-def test_promises_are_read_as_they_are_written() -> None:
+def test_objectives_are_parsed() -> None:
     assert slo_spec.parse_spec(yaml.safe_load(GOOD)) == slo_spec.SloSpec(
         [
             slo_spec.SloObjective("ttft", "ttft", 0.5, 0.99),
@@ -41,71 +41,81 @@ def test_promises_are_read_as_they_are_written() -> None:
 
 TTFT = {"name": "ttft", "of": "ttft", "within": "500ms", "share": "99%"}
 BAD: dict[str, tuple[Any, str]] = {
-    "nothing": (None, "the file: expected a mapping with `objectives`"),
+    "empty file": (None, "the file: expected a mapping with `objectives`"),
     "no objectives": ({}, "`objectives`: expected a list with one entry or more"),
-    "a word of its own": ({"objektives": []}, "`objektives`: expected one of budgets, grafana, minimum"),
-    "two of a name": ({"objectives": [TTFT, TTFT]}, "`objectives`: expected a different `name` for each"),
-    "a name with blanks": ({"objectives": [{**TTFT, "name": "a b"}]}, "objectives[0].name: expected small letters"),
-    "of nothing known": ({"objectives": [{**TTFT, "of": "speed"}]}, "objectives[0].of: expected one of ttft, itl, tpot, e2e"),
-    "no bound": ({"objectives": [{**TTFT, "within": "600ms"}]}, "objectives[0].within: expected a bound of gen_ai.server.time"),
-    "no length": ({"objectives": [{**TTFT, "within": "fast"}]}, "objectives[0].within: expected a length such as 500ms"),
-    "all of them": ({"objectives": [{**TTFT, "share": "100%"}]}, "objectives[0].share: expected a share such as 99%"),
-    "a bare share": ({"objectives": [{**TTFT, "share": 0.99}]}, "objectives[0].share: expected a share such as 99%"),
-    "errors in time": ({"objectives": [{**TTFT, "of": "errors"}]}, "objectives[0].within: expected nothing"),
-    "a model in numbers": ({"objectives": [{**TTFT, "model": 7}]}, "objectives[0].model: expected a regular expression"),
-    "names alike": ({"objectives": [{**TTFT, "name": "a-b"}, {**TTFT, "name": "a_b"}]}, "`objectives`: expected a different"),
-    "a key too many": ({"objectives": [{**TTFT, "than": 1}]}, "objectives[0].than: expected one of name, of"),
-    "windows": ({"objectives": [TTFT], "windows": "fast"}, "`windows`: expected one of standard, demo"),
-    "minimum": ({"objectives": [TTFT], "minimum": -1}, "`minimum`: expected a whole number"),
-    "a stage": ({"objectives": [TTFT], "budgets": {"lunch": "1s"}}, "budgets.lunch: expected one of ingress"),
-    "a list of windows": ({"objectives": [TTFT], "windows": ["standard"]}, "`windows`: expected one of"),
-    "a list of latencies": ({"objectives": [{**TTFT, "of": ["ttft"]}]}, "objectives[0].of: expected one of"),
-    "no address": ({"objectives": [TTFT], "grafana": "there"}, "`grafana`: expected an address with http"),
+    "unknown key": ({"objektives": []}, "`objektives`: expected one of budgets, grafana, minimum"),
+    "duplicate name": ({"objectives": [TTFT, TTFT]}, "`objectives`: expected a different `name` for each"),
+    "name with spaces": ({"objectives": [{**TTFT, "name": "a b"}]}, "objectives[0].name: expected small letters"),
+    "unknown kind": ({"objectives": [{**TTFT, "of": "speed"}]}, "objectives[0].of: expected one of ttft, itl, tpot, e2e"),
+    "not a histogram bound": ({"objectives": [{**TTFT, "within": "600ms"}]}, "objectives[0].within: expected a bound of gen_ai.server.time"),
+    "not a duration": ({"objectives": [{**TTFT, "within": "fast"}]}, "objectives[0].within: expected a length such as 500ms"),
+    "share of 100 %": ({"objectives": [{**TTFT, "share": "100%"}]}, "objectives[0].share: expected a share such as 99%"),
+    "share as a number": ({"objectives": [{**TTFT, "share": 0.99}]}, "objectives[0].share: expected a share such as 99%"),
+    "errors with a bound": ({"objectives": [{**TTFT, "of": "errors"}]}, "objectives[0].within: expected nothing"),
+    "numeric model": ({"objectives": [{**TTFT, "model": 7}]}, "objectives[0].model: expected a regular expression"),
+    "names equal but for - and _": ({"objectives": [{**TTFT, "name": "a-b"}, {**TTFT, "name": "a_b"}]}, "`objectives`: expected a different"),
+    "unknown key of an objective": ({"objectives": [{**TTFT, "than": 1}]}, "objectives[0].than: expected one of name, of"),
+    "unknown windows": ({"objectives": [TTFT], "windows": "fast"}, "`windows`: expected one of standard, demo"),
+    "negative minimum": ({"objectives": [TTFT], "minimum": -1}, "`minimum`: expected a whole number"),
+    "unknown stage": ({"objectives": [TTFT], "budgets": {"lunch": "1s"}}, "budgets.lunch: expected one of ingress"),
+    "windows as a list": ({"objectives": [TTFT], "windows": ["standard"]}, "`windows`: expected one of"),
+    "kind as a list": ({"objectives": [{**TTFT, "of": ["ttft"]}]}, "objectives[0].of: expected one of"),
+    "not a URL": ({"objectives": [TTFT], "grafana": "there"}, "`grafana`: expected an address with http"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("said", "expected"), BAD.values(), ids=BAD)
-def test_what_is_wrong_is_said_with_its_place_and_what_is_expected(said: Any, expected: str) -> None:
-    with pytest.raises(slo_spec.InvalidSloSpec) as refused:
-        slo_spec.parse_spec(said)
-    assert str(refused.value).startswith(expected)
+@pytest.mark.parametrize(("content", "expected"), BAD.values(), ids=BAD)
+def test_invalid_value_names_its_place_and_expectation(content: Any, expected: str) -> None:
+    with pytest.raises(slo_spec.InvalidSloSpec) as error:
+        slo_spec.parse_spec(content)
+    assert str(error.value).startswith(expected)
 
 
-@pytest.mark.parametrize("text", ["objectives: [", "objectives: 2024-02-30"], ids=["not closed", "no date"])
-def test_the_command_names_the_file(tmp_path: Any, capsys: pytest.CaptureFixture[str], text: str) -> None:
+@pytest.mark.parametrize(
+    "text", ["objectives: [", "objectives: 2024-02-30"], ids=["unclosed list", "invalid date"]
+)
+def test_invalid_yaml_names_the_file(tmp_path: Any, capsys: pytest.CaptureFixture[str], text: str) -> None:
     (tmp_path / "slo.yaml").write_text(text)
     assert cli.main(["alerts", "build", str(tmp_path / "slo.yaml")]) == 2
-    assert f"{tmp_path / 'slo.yaml'} is no YAML" in capsys.readouterr().err
+    assert f"{tmp_path / 'slo.yaml'} is not valid YAML" in capsys.readouterr().err
 
 
-def test_bounds_that_are_whole_are_found_however_they_are_written() -> None:
-    one = slo_spec.parse_spec({"objectives": [{**TTFT, "within": "1s"}]}).objectives[0]
-    assert 'le=~"1([.]0)?"' in burn_rate_rules.missed_ratio_query(one, "5m")
+def test_whole_bounds_match_both_notations() -> None:
+    objective = slo_spec.parse_spec({"objectives": [{**TTFT, "within": "1s"}]}).objectives[0]
+    assert 'le=~"1([.]0)?"' in burn_rate_rules.missed_ratio_query(objective, "5m")
 
 
-def test_every_default_bound_is_one_of_its_histogram() -> None:
-    for one in slo_spec.DEFAULT_SPEC.objectives:
-        assert one.of == slo_spec.ERRORS or one.within in slo_spec.OBJECTIVE_METRICS[one.of].bounds
+def test_every_default_bound_is_a_histogram_bound() -> None:
+    for objective in slo_spec.DEFAULT_SPEC.objectives:
+        assert (
+            objective.of == slo_spec.ERRORS
+            or objective.within in slo_spec.OBJECTIVE_METRICS[objective.of].bounds
+        )
     assert set(slo_spec.DEFAULT_SPEC.budgets) <= set(semconv.STAGES)
 
 
-def test_grafana_gets_every_alert_with_what_prometheus_would_have_recorded_written_out() -> None:
-    made = burn_rate_rules.build_rule_groups(slo_spec.DEFAULT_SPEC)
-    found = [rule for group in grafana_rules.convert_rule_groups(made, "prom") for rule in group["rules"]]
-    alerts = [rule for group in made["groups"] for rule in group["rules"] if "alert" in rule]
+def test_grafana_rules_expand_the_recording_rules() -> None:
+    prometheus_rules = burn_rate_rules.build_rule_groups(slo_spec.DEFAULT_SPEC)
+    found = [
+        rule
+        for group in grafana_rules.convert_rule_groups(prometheus_rules, "prom")
+        for rule in group["rules"]
+    ]
+    alerts = [rule for group in prometheus_rules["groups"] for rule in group["rules"] if "alert" in rule]
     assert len(found) == len(alerts)
     assert len({rule["uid"] for rule in found}) == len({rule["title"] for rule in found}) == len(found)
-    asked = [rule["data"][0]["model"]["expr"] for rule in found]
-    assert not any("otel_infer:" in expr for expr in asked)
+    queries = [rule["data"][0]["model"]["expr"] for rule in found]
+    assert not any("otel_infer:" in expr for expr in queries)
     assert all(len(rule["uid"]) <= 40 for rule in found)
 
 
-def test_a_promise_that_leaves_much_room_can_be_broken_all_the_same() -> None:
-    """More than all cannot be missed: 14.4 times a tenth is never reached."""
-    rooms = {
-        share: _bars({"name": "a", "of": "errors", "share": share}) for share in ("99%", "90%", "80%", "5%")
+def test_burn_rate_threshold_never_exceeds_all_requests() -> None:
+    """14.4 times an error budget of 10 % is more than all requests, so the threshold is lower."""
+    thresholds = {
+        share: _burn_thresholds({"name": "a", "of": "errors", "share": share})
+        for share in ("99%", "90%", "80%", "5%")
     }
-    assert rooms == {
+    assert thresholds == {
         "99%": ["14.4 * 0.01", "6 * 0.01", "3 * 0.01", "1 * 0.01"],
         "90%": ["9 * 0.1", "6 * 0.1", "3 * 0.1", "1 * 0.1"],
         "80%": ["4.5 * 0.2", "4.5 * 0.2", "3 * 0.2", "1 * 0.2"],
@@ -113,7 +123,7 @@ def test_a_promise_that_leaves_much_room_can_be_broken_all_the_same() -> None:
     }
 
 
-def _bars(objective: dict[str, Any]) -> list[str]:
+def _burn_thresholds(objective: dict[str, Any]) -> list[str]:
     groups = burn_rate_rules.build_rule_groups(slo_spec.parse_spec({"objectives": [objective]}))
     burns = [
         rule["expr"]
@@ -124,8 +134,8 @@ def _bars(objective: dict[str, Any]) -> list[str]:
     return [burn.split(" > ")[1].split(" and ")[0] for burn in burns]
 
 
-def test_a_range_that_is_hurried_still_has_two_samples() -> None:
-    hurried = burn_rate_rules.build_rule_groups(slo_spec.DEFAULT_SPEC._replace(windows=slo_spec.DEMO_WINDOWS))
-    (causes,) = (group for group in hurried["groups"] if "causes" in group["name"])
+def test_short_windows_have_a_minimum_range() -> None:
+    groups = burn_rate_rules.build_rule_groups(slo_spec.DEFAULT_SPEC._replace(windows=slo_spec.DEMO_WINDOWS))
+    (causes,) = (group for group in groups["groups"] if "causes" in group["name"])
     ranges = {int(found) for rule in causes["rules"] for found in re.findall(r"\[(\d+)s", rule["expr"])}
     assert min(ranges) == burn_rate_rules.MIN_RANGE_S

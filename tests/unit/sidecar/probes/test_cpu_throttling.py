@@ -63,7 +63,7 @@ def machine(tmp_path: Path) -> Machine:
     return Machine(tmp_path)
 
 
-# ── parsing of the files ──────────────────────────────────────────────────────────────────────────────────────────
+# ── parsing of the files ─────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_invalid_memberships_yield_no_files(memberships: str, machine: Machine) 
     assert find_stat_files(memberships, "", machine.mount) == ()
 
 
-# ── pauses ────────────────────────────────────────────────────────────────────────────────────────
+# ── pauses ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_added_throttled_time_ends_at_the_sample(machine: Machine) -> None:

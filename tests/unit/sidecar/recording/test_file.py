@@ -155,7 +155,7 @@ def test_a_full_disk_still_closes_the_file(path: Path) -> None:
     assert raw.closed
 
 
-# ── damaged tapes ─────────────────────────────────────────────────────────────────────────────────────────────────
+# ── damaged tapes ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def make_batches(count: int) -> list[EventBatch]:
@@ -168,7 +168,7 @@ def make_batches(count: int) -> list[EventBatch]:
 
 
 @pytest.mark.parametrize("share", [0.3, 0.6, 0.9, 0.999])
-def test_a_truncated_tape_is_read_up_to_the_cut(share: float, path: Path) -> None:
+def test_a_truncated_tape_is_read_until_cut(share: float, path: Path) -> None:
     batches = make_batches(20_000)
     whole = write_tape(path, batches).read_bytes()
     path.write_bytes(whole[: int(len(whole) * share)])

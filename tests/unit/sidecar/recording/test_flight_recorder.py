@@ -62,6 +62,7 @@ def flight(tmp_path: Path) -> Flight:
 
 
 def test_three_missed_objectives_are_a_breach(flight: Flight) -> None:
+    """Two are not."""
     for number in range(2):
         flight.recorder.record_slo_miss(flight.now + number)
     flight.run_cycles(100)
@@ -72,6 +73,7 @@ def test_three_missed_objectives_are_a_breach(flight: Flight) -> None:
 
 
 def test_misses_further_apart_are_no_breach(flight: Flight) -> None:
+    """Three misses within 10 s are a breach."""
     for _ in range(5):
         flight.recorder.record_slo_miss(flight.now)
         flight.run_cycles(102)
@@ -121,6 +123,7 @@ def run_breach(flight: Flight, minutes: int) -> list[float]:
 
 
 def test_tapes_of_a_lasting_breach_become_rarer(flight: Flight) -> None:
+    """So that the tape of its beginning is not removed."""
     assert run_breach(flight, 100) == [0, 1, 3, 7, 15, 31, 63, 95]
 
 
@@ -157,6 +160,7 @@ def test_only_tapes_beyond_the_newest_20_are_removed(flight: Flight) -> None:
 
 
 def test_one_tape_is_written_at_a_time(flight: Flight, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second request for the same reason gets the path of the pending tape."""
     writing, proceed, counts, original = [], threading.Event(), [], flight_recorder.write_recording
 
     def write_slowly(*arguments: Any) -> None:
@@ -297,7 +301,7 @@ def test_an_unremovable_old_tape_prevents_nothing_else(
     assert str(stuck) in caplog.text
 
 
-# ── dump requests by file ───────────────────────────────────────────────────────────────────────────────────
+# ── dump requests by file ────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.fixture
@@ -354,7 +358,7 @@ def test_a_dump_request_without_sidecar_fails_at_once(flight: Flight) -> None:
         dump_request.request_dump(flight.rings)
 
 
-def test_a_tape_too_large_for_shared_memory_is_rejected(
+def test_a_tape_exceeding_free_shared_memory_is_rejected(
     flight: Flight, sidecar: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The kernel kills a server that touches shared memory when none is left."""
@@ -397,7 +401,7 @@ def test_only_stale_unfetched_tapes_are_removed(flight: Flight) -> None:
     assert os.listdir(flight.rings) == [other.name]
 
 
-# ── webhook ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── webhook ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.fixture
@@ -459,6 +463,7 @@ BAD: dict[str, tuple[int, dict[str, Any]]] = {
 def test_a_bad_request_returns_an_error(
     flight: Flight, webhook: Webhook, status: int, request_: dict[str, Any]
 ) -> None:
+    """It writes no tape, and the next request is served."""
     answered, answer = send_request(webhook, **request_)
     assert answered == status
     assert "error" in answer or request_.get("method") == "HEAD"

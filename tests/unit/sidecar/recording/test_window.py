@@ -1,4 +1,4 @@
-"""The window holds what was said last, in so many bytes, and what is needed to understand it."""
+"""The window: the latest events within a byte limit, and the state needed to interpret them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PREEMPTED_BESIDE = [
     _QUIET._replace(preempt=0, recompute=True),
     _QUIET._replace(arrivals=[(1, 2, 3)]),
 ]
-"""One of two sequences computes its prompt again where the window begins, and another request joins them."""
+"""One of two sequences recomputes its prompt at the start of the window, and another request joins the batch."""
 
 
 def arrived(at: int, number: int) -> events.RequestArrived:
@@ -58,32 +58,34 @@ def done(at: int, step: int) -> events.StepDone:
     return events.StepDone(at, step, (), 0)
 
 
-def began() -> list[RecordedEvent]:
-    """A process, ring 1, and its engine, ring 2."""
+def startup_events() -> list[RecordedEvent]:
+    """Returns the events of a process (ring 1) and of its engine (ring 2)."""
     return [
         RecordedEvent(1, 0, events.ProcessSeen(0, 77, "server", 0)),
         RecordedEvent(2, 0, events.EngineSeen(0, 1, 77, "toy")),
     ]
 
 
-def said(snapshot: WindowSnapshot) -> list[RecordedEvent]:
-    return [fact for passage in snapshot.iter_batches() for fact in passage.recorded_events]
+def events_of(snapshot: WindowSnapshot) -> list[RecordedEvent]:
+    return [recorded for batch in snapshot.iter_batches() for recorded in batch.recorded_events]
 
 
 def records(snapshot: WindowSnapshot) -> dict[int, RequestRecord]:
-    """The requests that a window tells of, by number."""
+    """Returns the request records of a window, by number."""
     assembler, found, horizon = Assembler(), [], 0
-    for passage in snapshot.iter_batches():
-        horizon = passage.horizon
-        assembler.feed_events(passage.recorded_events)
+    for batch in snapshot.iter_batches():
+        horizon = batch.horizon
+        assembler.feed_events(batch.recorded_events)
         found += assembler.drain_records(horizon)
     return by_number(found + assembler.drain_records(horizon + GRACE_NS))
 
 
 def plain(record: RequestRecord) -> dict[str, Any]:
-    """What two records of the same request have in common. What a step costs, or whether it is a first, follows from
-    all that is known."""
-    left_out = {
+    """Returns the fields that two records of the same request share.
+
+    The other fields depend on all events of the server: the cost of a step, or whether it was a warm-up.
+    """
+    excluded = {
         "cost_model",
         "warmup_steps",
         "prefills_by_step",
@@ -92,16 +94,16 @@ def plain(record: RequestRecord) -> dict[str, Any]:
         "_summary",
         "steps",
     }
-    fields = {name: getattr(record, name) for name in record.__slots__ if name not in left_out}
+    fields = {name: getattr(record, name) for name in record.__slots__ if name not in excluded}
     return {**fields, "steps": record.steps.table.tolist() if record.steps is not None else None}
 
 
-# ── what it holds ────────────────────────────────────────────────────────────────────────────────────────────────
+# ── contents ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @settings(max_examples=60)
 @given(program=ticks(most=40), cuts=st.lists(st.integers(0, 300), max_size=20))
-def test_what_is_young_enough_is_given_back_as_it_was(program: list[Tick], cuts: list[int]) -> None:
+def test_recent_events_are_returned_unchanged(program: list[Tick], cuts: list[int]) -> None:
     with Simulator(2) as simulator:
         simulator.run(program)
     window, before = EventWindow(), 0
@@ -109,105 +111,105 @@ def test_what_is_young_enough_is_given_back_as_it_was(program: list[Tick], cuts:
         piece = simulator.said[before:cut]
         window.add_events(piece, piece[-1].event.at if piece else 0)
         before = max(cut, before)
-    assert said(window.take_snapshot()) == simulator.said
+    assert events_of(window.take_snapshot()) == simulator.said
 
 
-def test_it_holds_the_last_120_seconds_and_at_most_a_chunk_more() -> None:
+def test_the_window_holds_120_seconds_plus_one_chunk() -> None:
     window = EventWindow()
-    for wake in range(20 * 300):
-        at = wake * SECOND // 20
+    for cycle in range(20 * 300):
+        at = cycle * SECOND // 20
         window.add_events([RecordedEvent(1, 7, events.TokenReached(at))], at)
     snapshot = window.take_snapshot()
-    held = said(snapshot)
+    held = events_of(snapshot)
     assert 120 <= snapshot.seconds <= 124.1
     assert snapshot.event_count == len(held)
     assert held[-1].event.at == (20 * 300 - 1) * SECOND // 20
     assert 120 * SECOND <= held[-1].event.at - held[0].event.at <= 124.1 * SECOND
 
 
-@pytest.mark.parametrize("first", [[], began()])
-def test_before_the_first_wake_there_is_nothing_that_it_could_have_held(first: list[RecordedEvent]) -> None:
-    """Which knows of no instant yet up to which all was told."""
+@pytest.mark.parametrize("first", [[], startup_events()])
+def test_the_window_begins_with_its_first_horizon(first: list[RecordedEvent]) -> None:
+    """Earlier events have no horizon, so they do not lengthen the window."""
     window = EventWindow()
     window.add_events(first, 0)
-    window.add_events(began(), 3000 * SECOND)
+    window.add_events(startup_events(), 3000 * SECOND)
     window.add_events([RecordedEvent(1, 1, arrived(3001 * SECOND, 1))], 3002 * SECOND)
     assert window.take_snapshot().seconds == 2
 
 
-def test_while_nothing_happens_it_empties() -> None:
+def test_the_window_empties_while_no_event_arrives() -> None:
     window = EventWindow()
     window.add_events([RecordedEvent(1, 7, events.TokenReached(5))], 5)
     for second in range(1, 130):
         window.add_events([], second * SECOND)
-    assert said(window.take_snapshot()) == []
+    assert events_of(window.take_snapshot()) == []
     assert window.size == 0
 
 
 @pytest.mark.parametrize("limit", [1 * MB, 32 * MB])
-def test_it_never_holds_more_bytes_than_it_may_and_holds_less_time_instead(limit: int) -> None:
+def test_the_byte_limit_shortens_the_window(limit: int) -> None:
     window, dice, number = EventWindow(limit=limit), random.Random(1), 0
-    wakes, most = 400 if limit == MB else 60, 0
+    cycles, largest = 400 if limit == MB else 60, 0
     tracemalloc.start()
-    for wake in range(wakes):
-        at = wake * SECOND // 20
-        facts_of_it = []
+    for cycle in range(cycles):
+        at = cycle * SECOND // 20
+        cycle_events = []
         for _ in range(2000 if limit == 32 * MB else 200):
-            number += 1  # what cannot be compressed, and never ends
-            facts_of_it.append(
+            number += 1  # incompressible requests that never end
+            cycle_events.append(
                 RecordedEvent(1, number, arrived(at, number)._replace(trace_id=dice.randbytes(600)))
             )
-        window.add_events(facts_of_it, at)
-        most = max(most, window.size)
-    del facts_of_it
-    taken, _ = tracemalloc.get_traced_memory()
+        window.add_events(cycle_events, at)
+        largest = max(largest, window.size)
+    del cycle_events
+    allocated, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert 0.8 * limit < most <= limit
-    assert taken < 1.15 * limit + MB
+    assert 0.8 * limit < largest <= limit
+    assert allocated < 1.15 * limit + MB
     snapshot = window.take_snapshot()
-    assert snapshot.seconds < wakes / 20 - 0.5
+    assert snapshot.seconds < cycles / 20 - 0.5
     assert snapshot.dropped_requests > 0
-    assert said(snapshot)[-1].handle == number
+    assert events_of(snapshot)[-1].handle == number
 
 
-def test_the_limit_that_is_promised_is_32_mb() -> None:
+def test_default_limits_are_32_mib_and_120_s() -> None:
     assert room.MAX_BYTES == 32 * MB
     assert room.WINDOW_NS == 120 * SECOND
 
 
-# ── what is needed of before ─────────────────────────────────────────────────────────────────────────────────────
+# ── state before the window ──────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_of_a_request_that_began_before_the_window_everything_is_there() -> None:
+def test_an_open_request_keeps_events_before_the_window() -> None:
     window = EventWindow()
-    whole = [
-        *began(),
+    before = [
+        *startup_events(),
         RecordedEvent(1, 0, events.HooksReported(1, "toy", 3, 4)),
         RecordedEvent(1, 0, events.HooksReported(2, "toy", 4, 4)),
         RecordedEvent(1, 5, arrived(10, 1)),
         RecordedEvent(1, 6, arrived(11, 2)),
         RecordedEvent(1, 5, events.StageEnded(20, 10, "tokenize", 1)),
-        RecordedEvent(1, 5, events.AttributeSet(21, "who", ["a", "b"])),
+        RecordedEvent(1, 5, events.AttributeSet(21, "users", ["a", "b"])),
         RecordedEvent(1, 5, events.RequestSubmitted(22, 1, 8, 9, "toy")),
         RecordedEvent(1, 6, ended(30)),
     ]
-    window.add_events(whole, 100)
+    window.add_events(before, 100)
     for second in range(1, 200):
         window.add_events([], second * SECOND)
     window.add_events([RecordedEvent(1, 5, ended(200 * SECOND))], 200 * SECOND)
     snapshot = window.take_snapshot()
-    expected = [whole[0], whole[1], whole[3], whole[4], *whole[6:9]]
-    assert said(snapshot) == [*expected, RecordedEvent(1, 5, ended(200 * SECOND))]
+    expected = [before[0], before[1], before[3], before[4], *before[6:9]]
+    assert events_of(snapshot) == [*expected, RecordedEvent(1, 5, ended(200 * SECOND))]
     (record,) = records(snapshot).values()
     assert record.arrived_at == 10
-    assert record.attributes["who"] == ["a", "b"]
+    assert record.attributes["users"] == ["a", "b"]
     assert record.input_tokens == 8
     assert not record.telemetry_lost
 
 
-def long_ago(window: EventWindow, steps: int) -> int:
-    """A request, number 1, that is in every step from the first on, two a second; the instant of the next step."""
-    window.add_events([*began(), RecordedEvent(1, 5, arrived(10, 1))], 10)
+def add_old_request(window: EventWindow, steps: int) -> int:
+    """Adds request 1 and its steps, two per second from the first step; returns the instant of the next step."""
+    window.add_events([*startup_events(), RecordedEvent(1, 5, arrived(10, 1))], 10)
     for step in range(1, steps + 1):
         at = step * SECOND // 2
         is_keyframe = step % 4 == 1
@@ -218,16 +220,17 @@ def long_ago(window: EventWindow, steps: int) -> int:
     return (steps + 1) * SECOND // 2
 
 
-@pytest.mark.parametrize("room_for", ["all", "few", "none"])
-def test_a_request_in_flight_is_whole_while_there_is_room_and_else_marked_and_one_that_arrives_later_is_whole(
-    room_for: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("capacity", ["all", "few", "none"])
+def test_open_requests_beyond_the_step_limit_are_marked(
+    capacity: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if room_for == "few":
+    """A request that arrives later is complete."""
+    if capacity == "few":
         monkeypatch.setattr(window_state, "MAX_SECTIONS", 2)
-    if room_for == "none":
+    if capacity == "none":
         monkeypatch.setattr(window_state, "MAX_STEPS_BYTES", 10)
     window = EventWindow()
-    at = long_ago(window, 400)
+    at = add_old_request(window, 400)
     later = [
         RecordedEvent(1, 6, arrived(at, 2)),
         RecordedEvent(2, 0, events.StepScheduled(at + 5, 401, False, 2, (), (6,), ((1, 8),), 1, 2, 3, 4)),
@@ -240,28 +243,31 @@ def test_a_request_in_flight_is_whole_while_there_is_room_and_else_marked_and_on
     window.add_events(later, at + 10)
     found = records(window.take_snapshot())
     assert found[1].arrived_at == 10
-    assert found[1].telemetry_lost == (room_for != "all")
-    assert found[1].first_token_at == (0 if room_for != "all" else SECOND // 2 + 1000)
-    assert room_for != "all" or found[1].output_tokens == 402
+    assert found[1].telemetry_lost == (capacity != "all")
+    assert found[1].first_token_at == (0 if capacity != "all" else SECOND // 2 + 1000)
+    assert capacity != "all" or found[1].output_tokens == 402
     assert not found[2].telemetry_lost
     assert found[2].output_tokens == 2
     assert found[2].steps is not None
     assert found[2].steps.step.tolist() == [401, 402]
 
 
-def test_steps_that_no_request_in_flight_was_in_are_forgotten() -> None:
+def test_steps_without_open_requests_are_dropped() -> None:
     window = EventWindow()
-    at = long_ago(window, 400)
+    at = add_old_request(window, 400)
     window.add_events([RecordedEvent(1, 5, ended(at))], at)
     for second in range(200, 400):
         window.add_events([], second * SECOND)
-    assert [type(one.event) for one in said(window.take_snapshot())][2:4] == [events.StepScheduled] * 2
-    assert len(said(window.take_snapshot())) == 2 + 1 + 2 * 4
+    assert [type(recorded.event) for recorded in events_of(window.take_snapshot())][2:4] == [
+        events.StepScheduled
+    ] * 2
+    assert len(events_of(window.take_snapshot())) == 2 + 1 + 2 * 4
 
 
-def test_the_steps_begin_at_a_keyframe_and_nothing_is_forgotten_of_an_engine_that_just_began() -> None:
+def test_early_steps_of_a_new_engine_are_retained() -> None:
+    """Retained steps begin at a keyframe, and the first step of an engine is one."""
     window = EventWindow()
-    at = long_ago(window, 3)
+    at = add_old_request(window, 3)
     for second in range(2, 200):
         window.add_events([], second * SECOND)
     window.add_events([RecordedEvent(1, 5, ended(200 * SECOND))], 200 * SECOND)
@@ -271,22 +277,23 @@ def test_the_steps_begin_at_a_keyframe_and_nothing_is_forgotten_of_an_engine_tha
     assert record.output_tokens == 3
 
 
-def test_of_a_process_that_died_nothing_is_remembered() -> None:
+def test_events_of_an_ended_process_are_dropped() -> None:
     window = EventWindow()
-    long_ago(window, 10)
+    add_old_request(window, 10)
     window.add_events([RecordedEvent(1, 0, events.ProcessDied(6 * SECOND))], 6 * SECOND)
     for second in range(7, 200):
         window.add_events([], second * SECOND)
-    assert said(window.take_snapshot()) == []
+    assert events_of(window.take_snapshot()) == []
     assert window.size == 0
 
 
-def test_who_is_not_in_flight_any_more_by_the_live_table_is_forgotten_and_the_others_are_marked() -> None:
+def test_requests_missing_in_the_live_table_are_dropped() -> None:
+    """The listed requests are marked, and later requests are complete."""
     window = EventWindow()
     lost = events.EventsLost(20, 9, 1)
     window.add_events(
         [
-            *began(),
+            *startup_events(),
             RecordedEvent(1, 5, arrived(10, 1)),
             RecordedEvent(1, 6, arrived(11, 2)),
             RecordedEvent(1, 0, lost),
@@ -302,10 +309,12 @@ def test_who_is_not_in_flight_any_more_by_the_live_table_is_forgotten_and_the_ot
     assert {number: record.telemetry_lost for number, record in found.items()} == {2: True, 3: False}
 
 
-def test_pauses_of_those_in_flight_are_remembered() -> None:
+def test_pauses_of_open_requests_are_retained() -> None:
     window = EventWindow()
     pauses = [events.PauseSeen(5, 4, "gc"), events.PauseSeen(15, 12, "gc")]
-    window.add_events([*began(), RecordedEvent(1, 0, pauses[0]), RecordedEvent(1, 5, arrived(10, 1))], 10)
+    window.add_events(
+        [*startup_events(), RecordedEvent(1, 0, pauses[0]), RecordedEvent(1, 5, arrived(10, 1))], 10
+    )
     window.add_events([RecordedEvent(1, 0, pauses[1])], 20)
     for second in range(1, 200):
         window.add_events([], second * SECOND)
@@ -314,10 +323,10 @@ def test_pauses_of_those_in_flight_are_remembered() -> None:
     assert [(pause.started_at, pause.ended_at) for pause in record.pauses] == [(12, 15)]
 
 
-def test_marks_of_those_in_flight_are_remembered() -> None:
+def test_marks_of_open_requests_are_retained() -> None:
     window = EventWindow()
     mark = events.MarkSeen(15, 12, "allocator_retry", 2)
-    window.add_events([*began(), RecordedEvent(1, 5, arrived(10, 1)), RecordedEvent(1, 0, mark)], 20)
+    window.add_events([*startup_events(), RecordedEvent(1, 5, arrived(10, 1)), RecordedEvent(1, 0, mark)], 20)
     for second in range(1, 200):
         window.add_events([], second * SECOND)
     window.add_events([RecordedEvent(1, 5, ended(200 * SECOND))], 200 * SECOND)
@@ -325,10 +334,12 @@ def test_marks_of_those_in_flight_are_remembered() -> None:
     assert record.marks == (Mark(12, 15, "allocator_retry", 2),)
 
 
-def test_throttled_clocks_of_requests_in_flight_are_remembered() -> None:
+def test_throttled_clocks_of_open_requests_are_retained() -> None:
     window = EventWindow()
     clocks = [events.GpuClocksThrottled(at, at + 5, "hw_thermal", True) for at in (2, 15)]
-    window.add_events([*began(), RecordedEvent(0, 0, clocks[0]), RecordedEvent(1, 5, arrived(10, 1))], 10)
+    window.add_events(
+        [*startup_events(), RecordedEvent(0, 0, clocks[0]), RecordedEvent(1, 5, arrived(10, 1))], 10
+    )
     window.add_events([RecordedEvent(0, 0, clocks[1])], 20)
     for second in range(1, 200):
         window.add_events([], second * SECOND)
@@ -337,22 +348,22 @@ def test_throttled_clocks_of_requests_in_flight_are_remembered() -> None:
     assert record.gpu_throttled_at == ((15, 20),)
 
 
-def test_a_request_of_which_too_much_was_said_is_left_out_and_counted() -> None:
+def test_a_request_with_too_many_events_is_dropped() -> None:
     window = EventWindow()
-    window.add_events([*began(), RecordedEvent(1, 5, arrived(10, 1))], 10)
+    window.add_events([*startup_events(), RecordedEvent(1, 5, arrived(10, 1))], 10)
     window.add_events([RecordedEvent(1, 5, events.StageEnded(11, 10, "x" * 90, n)) for n in range(1000)], 20)
     for second in range(1, 200):
         window.add_events([], second * SECOND)
     snapshot = window.take_snapshot()
     assert snapshot.dropped_requests == 1
-    assert said(snapshot) == began()
+    assert events_of(snapshot) == startup_events()
 
 
 @pytest.mark.timeout(400)  # on a slow machine with others beside it
 @settings(max_examples=150)
 @example(program=PREEMPTED_BESIDE, depth=1, span=1, scarce=False)
 @given(program=ticks(most=60), depth=st.integers(1, 2), span=st.integers(1, 3000), scarce=st.booleans())
-def test_requests_in_the_window_are_as_on_the_whole_tape_and_those_that_began_before_it_are_so_or_marked(
+def test_window_records_equal_full_tape_or_are_marked(
     program: list[Tick], depth: int, span: int, scarce: bool
 ) -> None:
     """`scarce`: steps of before the last keyframe are not remembered. Whose prompts were in a step with those who are
@@ -391,26 +402,26 @@ def test_requests_in_the_window_are_as_on_the_whole_tape_and_those_that_began_be
         assert record.ended_at == whole[number].ended_at
 
 
-# ── on a tape ────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── tapes ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_it_is_a_tape_like_any_other(tmp_path: Path) -> None:
+def test_a_written_window_is_an_ordinary_tape(tmp_path: Path) -> None:
     window = EventWindow()
-    at = long_ago(window, 400)
+    at = add_old_request(window, 400)
     window.add_events([RecordedEvent(1, 5, ended(at))], at)
     writer = file.RecordingWriter(tmp_path / "a.tape")
-    for passage in window.take_snapshot().iter_batches():
-        writer.write(*passage)
+    for batch in window.take_snapshot().iter_batches():
+        writer.write(*batch)
     writer.close()
     (record,) = replay.read_records(tmp_path / "a.tape")
     assert record.arrived_at == 10
     assert record.output_tokens == 400
 
 
-def test_a_tape_says_up_to_when_facts_have_left_the_window(tmp_path: Path) -> None:
+def test_a_tape_records_when_its_coverage_begins(tmp_path: Path) -> None:
     window = EventWindow()
     window.add_events(
-        [*began(), RecordedEvent(1, 5, arrived(10, 1)), RecordedEvent(1, 6, arrived(11, 2))], 12
+        [*startup_events(), RecordedEvent(1, 5, arrived(10, 1)), RecordedEvent(1, 6, arrived(11, 2))], 12
     )
     assert window.take_snapshot().began_at == 0
     window.add_events([RecordedEvent(1, 5, ended(20))], 5 * SECOND)
@@ -422,52 +433,52 @@ def test_a_tape_says_up_to_when_facts_have_left_the_window(tmp_path: Path) -> No
     assert file.read_began_at(tmp_path / "a.tape") == 5 * SECOND
 
 
-def test_a_snapshot_stays_as_it_was() -> None:
+def test_a_snapshot_is_not_changed_by_later_events() -> None:
     window = EventWindow()
-    at = long_ago(window, 400)
+    at = add_old_request(window, 400)
     snapshot = window.take_snapshot()
-    before = said(snapshot)
+    before = events_of(snapshot)
     for step in range(401, 800):
         scheduled = RecordedEvent(2, 0, unchanged(at + step * SECOND // 2, step, 1))
         window.add_events(
             [scheduled, RecordedEvent(1, 5, events.TokenReached(scheduled.event.at))], scheduled.event.at
         )
-    assert said(snapshot) == before
+    assert events_of(snapshot) == before
 
 
-def test_a_request_that_was_left_out_is_told_of_while_it_is_in_flight() -> None:
+def test_dropped_requests_are_counted_until_they_end() -> None:
     window = EventWindow()
     window.add_events(
-        [*began(), *(RecordedEvent(1, handle, arrived(10, handle)) for handle in (5, 6, 7))], 10
+        [*startup_events(), *(RecordedEvent(1, handle, arrived(10, handle)) for handle in (5, 6, 7))], 10
     )
-    much = [
+    excess = [
         RecordedEvent(1, handle, events.StageEnded(11, 10, "x" * 90, n))
         for n in range(1000)
         for handle in (5, 6, 7)
     ]
-    window.add_events(much, 20)
-    left_out = []
-    for second, fact in (
+    window.add_events(excess, 20)
+    dropped = []
+    for second, event in (
         (1, None),
         (200, ended(200 * SECOND)),
         (400, events.LiveListed(400 * SECOND, [7])),
         (600, None),
     ):
         window.add_events(
-            [RecordedEvent(1, 5 if second == 200 else 0, fact)] if fact else [], second * SECOND
+            [RecordedEvent(1, 5 if second == 200 else 0, event)] if event else [], second * SECOND
         )
         for later in range(1, 150):
             window.add_events([], (second + later) * SECOND)
-        left_out.append(window.take_snapshot().dropped_requests)
-    assert left_out == [3, 2, 1, 1]
+        dropped.append(window.take_snapshot().dropped_requests)
+    assert dropped == [3, 2, 1, 1]
     window.add_events([RecordedEvent(1, 0, events.ProcessDied(800 * SECOND))], 800 * SECOND)
     for later in range(801, 1000):
         window.add_events([], later * SECOND)
     assert window.take_snapshot().dropped_requests == 0
 
 
-def test_a_request_in_two_processes_is_remembered_with_both_its_parts_or_not_at_all() -> None:
-    """Ring 1 is a frontend's, 2 an engine core's, 3 its engine's. Of three requests the first goes on."""
+def test_both_parts_of_a_joined_request_are_retained() -> None:
+    """Rings: 1 frontend, 2 engine core, 3 its engine. The first of three requests continues."""
     window = EventWindow()
     joined = [arrived(20 + n, n)._replace(flags=events.JOINED) for n in (1, 2, 3)]
     window.add_events(
@@ -476,7 +487,7 @@ def test_a_request_in_two_processes_is_remembered_with_both_its_parts_or_not_at_
             RecordedEvent(2, 0, events.ProcessSeen(0, 78, "engine", 0)),
             RecordedEvent(3, 0, events.EngineSeen(0, 2, 78, "toy")),
             *(RecordedEvent(1, 10 + n, arrived(10 + n, n)) for n in (1, 2, 3)),
-            *(RecordedEvent(2, 20 + n, fact) for n, fact in enumerate(joined, 1)),
+            *(RecordedEvent(2, 20 + n, arrival) for n, arrival in enumerate(joined, 1)),
             RecordedEvent(3, 0, keyframe(30, 1, [21, 22])),
             RecordedEvent(3, 0, done(40, 1)),
             RecordedEvent(2, 22, ended(50)),
@@ -486,14 +497,18 @@ def test_a_request_in_two_processes_is_remembered_with_both_its_parts_or_not_at_
     )
     for second in range(1, 200):
         window.add_events([], second * SECOND)
-    handles = {(one.ring, one.handle) for one in said(window.take_snapshot()) if one.handle}
+    handles = {
+        (recorded.ring, recorded.handle) for recorded in events_of(window.take_snapshot()) if recorded.handle
+    }
     assert handles == {(1, 11), (2, 21), (1, 12), (2, 22), (1, 13), (2, 23)}
     window.add_events([RecordedEvent(2, n, ended(200 * SECOND)) for n in (21, 23)], 200 * SECOND)
     for second in range(201, 400):
         window.add_events([], second * SECOND)
-    handles = {(one.ring, one.handle) for one in said(window.take_snapshot()) if one.handle}
+    handles = {
+        (recorded.ring, recorded.handle) for recorded in events_of(window.take_snapshot()) if recorded.handle
+    }
     assert handles == {(1, 11), (2, 21), (1, 12), (2, 22), (1, 13), (2, 23)}
     window.add_events([RecordedEvent(1, n, ended(400 * SECOND)) for n in (11, 13)], 400 * SECOND)
     for second in range(401, 600):
         window.add_events([], second * SECOND)
-    assert not [one for one in said(window.take_snapshot()) if one.handle]
+    assert not [recorded for recorded in events_of(window.take_snapshot()) if recorded.handle]

@@ -1,4 +1,4 @@
-"""A sidecar that takes more than it may gives up detail, and nothing else."""
+"""A sidecar over its overhead budget drops decode steps, and nothing else."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.toy_server import RUN, Toy
 
 
 @pytest.mark.slow
-def test_over_its_budget_a_sidecar_makes_fewer_steps_and_every_request_all_the_same(tmp_path: Path) -> None:
+def test_sidecar_over_budget_exports_fewer_steps_but_all_requests(tmp_path: Path) -> None:
     with OtlpReceiver() as receiver:
         environ = {**receiver.environ, "OTEL_INFER_STEPS": "all", "OTEL_INFER_BUDGET": "cpu=1%"}
         with Toy(tmp_path / "log", {**environ, "TOY_STEP_S": "0.002"}, RUN) as toy:
@@ -22,13 +22,13 @@ def test_over_its_budget_a_sidecar_makes_fewer_steps_and_every_request_all_the_s
             toy.stop()
         traces = {reply.trace_id for reply in replies if reply.status == 200}
         steps = sum(span["name"] == semconv.SPAN_DECODE_STEP for span in receiver.spans)
-        kept = {span["trace_id"] for span in receiver.spans if semconv.KEEP_REASON in span["attributes"]}
+        exported = {span["trace_id"] for span in receiver.spans if semconv.KEEP_REASON in span["attributes"]}
         shares = [
             point["value"]
             for metric in receiver.metrics
             for point in metric["points"]
             if metric["name"] == "infer.self.steps.share"
         ]
-    assert traces <= kept
+    assert traces <= exported
     assert shares[0] == 1 and min(shares) < 1
     assert 0 < steps < 29 * len(traces)
