@@ -474,7 +474,7 @@ ANSWERS: dict[str, Any] = {
     ("mode", "answer"),
     [*(("sidecar", name) for name in ANSWERS), ("in-process", "absent"), ("in-process", "500")],
 )
-def test_failing_collector_costs_no_request_and_losses_are_counted(
+def test_failing_collector_costs_no_request_and_counts_losses(
     start: Start, receiver: OtlpReceiver, answer: str, mode: str
 ) -> None:
     with OtlpReceiver() as failing:
@@ -512,7 +512,7 @@ def test_failing_collector_costs_no_request_and_losses_are_counted(
         assert failing.spans == [] or answer in ("partial", "slow")
 
 
-def test_flush_to_a_stuck_collector_does_not_stop_reading(start: Start, receiver: OtlpReceiver) -> None:
+def test_flush_to_stuck_collector_does_not_stop_reading(start: Start, receiver: OtlpReceiver) -> None:
     receiver.answer(slow(2.5))
     toy = start(TOY_STEP_S="0.001")
     toy.chat()
@@ -545,7 +545,7 @@ def test_recovered_collector_receives_later_requests(start: Start, receiver: Otl
 
 @pytest.mark.real
 @pytest.mark.timeout(120)
-def test_real_server_survives_sidecar_crash_and_reports_own_death(
+def test_real_server_survives_sidecar_crash_and_reports_death(
     receiver: OtlpReceiver, tiny_llama: Path, tmp_path: Path
 ) -> None:
     import threading

@@ -107,7 +107,7 @@ def test_dump_writes_a_replayable_tape(
         toy.stop()
 
 
-def test_tape_under_load_has_every_step_of_ended_requests(tmp_path: Path, receiver: OtlpReceiver) -> None:
+def test_tape_under_load_has_all_steps_of_requests(tmp_path: Path, receiver: OtlpReceiver) -> None:
     with Toy(tmp_path / "log", receiver.environ) as toy, toy.load(threads=2, tokens=100) as replies:
         until(toy.sidecars)
         folder = wait_for_rings(toy)

@@ -158,13 +158,11 @@ print("served")
     ("mode", "expected"),
     [
         ("auto", "in-process, because "),
-        (
-            "sidecar",
-            "disabled, because OTEL_INFER_MODE=sidecar and ",
-        ),
+        ("sidecar", "disabled, because OTEL_INFER_MODE=sidecar and "),
     ],
+    ids=["auto", "sidecar"],
 )
-def test_without_child_process_export_is_in_process_or_disabled(mode: str, expected: str) -> None:
+def test_without_child_process_mode_is_in_process_or_disabled(mode: str, expected: str) -> None:
     before = folders()
     done = run(sys.executable, "-c", NO_CHILD, **{**UNREACHABLE, "OTEL_INFER_MODE": mode})
     assert (done.returncode, done.stdout) == (0, "served\n")
@@ -316,7 +314,7 @@ def _is_alive(name: str) -> bool:
 
 
 @pytest.mark.parametrize("launcher", [(), RUN], ids=["one-line", "otel-infer-run"])
-def test_nothing_is_left_after_ctrl_c_on_a_terminal(
+def test_nothing_is_left_after_ctrl_c_on_terminal(
     tmp_path: Path, receiver: OtlpReceiver, launcher: tuple[str, ...]
 ) -> None:
     main, terminal = pty.openpty()
@@ -342,7 +340,7 @@ def test_nothing_is_left_after_ctrl_c_on_a_terminal(
 
 
 @pytest.mark.parametrize("launcher", [(), RUN], ids=["one-line", "otel-infer-run"])
-def test_nothing_is_left_after_a_signal_to_the_group(
+def test_nothing_is_left_after_a_group_signal(
     tmp_path: Path, receiver: OtlpReceiver, launcher: tuple[str, ...]
 ) -> None:
     with Toy(tmp_path / "log", receiver.environ, launcher) as toy:
@@ -379,7 +377,7 @@ def wait_for_traces(receiver: OtlpReceiver, traces: list[str]) -> list[dict[str,
     return receiver.spans
 
 
-def test_nothing_is_left_of_a_rerun_in_process_notebook(tmp_path: Path, receiver: OtlpReceiver) -> None:
+def test_nothing_is_left_of_rerun_in_process_notebook(tmp_path: Path, receiver: OtlpReceiver) -> None:
     with Toy(tmp_path / "log", {**receiver.environ, "OTEL_INFER_MODE": "in-process"}) as toy:
         traces = []
         for _ in range(3):
@@ -516,7 +514,7 @@ def test_separate_sidecar_exits_with_2_on_invalid_arguments(tmp_path: Path) -> N
     assert "OTEL_INFER_STEPS" in invalid.stderr
 
 
-def test_log_and_tape_paths_are_relative_to_the_server(tmp_path: Path, receiver: OtlpReceiver) -> None:
+def test_log_and_tape_paths_are_relative_to_server(tmp_path: Path, receiver: OtlpReceiver) -> None:
     toy = Toy(
         tmp_path / "log", {**receiver.environ, "OTEL_INFER_TAPE": "a.tape", "OTEL_INFER_LOG": "side.log"}
     )

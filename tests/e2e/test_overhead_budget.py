@@ -13,7 +13,7 @@ from tests.support.toy_server import RUN, Toy
 
 
 @pytest.mark.slow
-def test_sidecar_over_budget_exports_fewer_steps_but_all_requests(tmp_path: Path) -> None:
+def test_sidecar_over_budget_drops_steps_but_no_requests(tmp_path: Path) -> None:
     with OtlpReceiver() as receiver:
         environ = {**receiver.environ, "OTEL_INFER_STEPS": "all", "OTEL_INFER_BUDGET": "cpu=1%"}
         with Toy(tmp_path / "log", {**environ, "TOY_STEP_S": "0.002"}, RUN) as toy:

@@ -49,7 +49,7 @@ def build_report(path: Path, folder: Path) -> tuple[Path, str]:
     return out, f"r-{slowest.span_id.hex()}"
 
 
-def test_page_shows_verdict_and_strip_of_the_opened_request(
+def test_page_shows_verdict_and_strip_of_opened_request(
     tmp_path: Path,
 ) -> None:
     served, asked = stutter()

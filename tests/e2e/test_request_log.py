@@ -48,7 +48,7 @@ import logging, sys
 import otel_infer
 from opentelemetry.sdk.trace import TracerProvider
 handler = logging.StreamHandler(sys.stdout)
-handler.setFormatter(logging.Formatter("%(name)s %(kept_for)s %(trace_id)s"))
+handler.setFormatter(logging.Formatter("%(name)s %(keep_reason)s %(trace_id)s"))
 logging.getLogger("otel_infer.requests").addHandler(handler)
 logging.getLogger("otel_infer.requests").setLevel(logging.INFO)
 otel_infer.instrument(tracer_provider=TracerProvider())

@@ -4,7 +4,7 @@
     tokenizer ─▶ add_request ─▶ waiting ─▶ (schedule_batch ─▶ prepare_batch_update)* ─▶ streamer
                  `sequences`               `continuous_batching`, `batch_timing`, in the manager's thread
 
-Releases 5.5 to 5.24; docs/support-transformers.md lists the hooks of each release.
+Releases 5.5 to 5.24; docs/engines/transformers.md lists the hooks of each release.
 """
 
 from __future__ import annotations

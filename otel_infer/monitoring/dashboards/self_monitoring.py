@@ -55,7 +55,7 @@ def _hooks_and_drops_row() -> DashboardRow:
                 bad=((1, "red"),),
             ),
             panels.stat_panel(
-                "Share of step spans allowed",
+                "Step spans allowed",
                 PanelDescription(
                     "Share of the step spans that the CPU budget allows: 100 % unless the sidecar exceeds `OTEL_INFER_BUDGET`.",
                     "raise that budget, or lower `OTEL_INFER_STEP_BUDGET`.",
@@ -74,7 +74,7 @@ def _hooks_and_drops_row() -> DashboardRow:
                 empty="no spans are sent",
             ),
             panels.stat_panel(
-                "Uncompressed bytes per day",
+                "Raw bytes per day",
                 PanelDescription(
                     "Bytes of spans per day at the current rate. Compressed, it is about a tenth.",
                     "lower `OTEL_INFER_STEP_BUDGET`.",

@@ -65,7 +65,7 @@ def test_sampled_at_most_once_per_second_by_uuid(cuda: Cuda) -> None:
     ]
 
 
-def test_slow_driver_is_polled_rarely_and_last_value_reused(cuda: Cuda) -> None:
+def test_slow_driver_is_polled_rarely_reusing_last_value(cuda: Cuda) -> None:
     samples: list[events.MemorySeen] = []
     memory = DeviceMemorySampler(0, samples.append, cuda.now)
     for at, takes_ns in ((1, 8_000_000), (3, 0), (5, 0), (9, 0), (10, 0)):
@@ -85,7 +85,7 @@ def test_missing_torch_statistics_are_zero_or_minus_one(cuda: Cuda, monkeypatch:
     assert samples[0][-2:] == (-1, -1)
 
 
-def test_out_of_memory_event_is_recorded_on_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_event_is_recorded_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
     from otel_infer.gpu import memory
     from otel_infer.instrumentation.torch import cuda_graphs as integration
 
@@ -141,7 +141,7 @@ def test_missing_statistics_are_absent_from_metrics_not_zero() -> None:
     assert metrics == {**always, (usage, "private_pools"): 5, (semconv.PINNED_MEMORY.name, ""): 7}
 
 
-def test_request_has_free_memory_at_arrival_token_and_end() -> None:
+def test_request_has_free_memory_at_arrival_and_end() -> None:
     recording = Recording()
     try:
         with otel_infer.request():

@@ -89,7 +89,7 @@ def test_counters_are_polled_at_most_once_per_second(cuda: Cuda) -> None:
     assert cuda.calls - calls == 3
 
 
-def test_uninitialized_cuda_is_not_queried_and_counts_from_zero(cuda: Cuda) -> None:
+def test_uninitialized_cuda_counts_from_zero_without_queries(cuda: Cuda) -> None:
     cuda.initialized = False
     poller = CounterPoller()
     assert poller.poll(2) == []

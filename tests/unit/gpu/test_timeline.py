@@ -84,7 +84,7 @@ def test_span_has_duration_queue_time_and_preceding_gap() -> None:
     assert abs(timed.launched_ns - 502_000) < 3000
 
 
-def test_steps_launched_ahead_are_ordered_and_have_queue_time() -> None:
+def test_steps_launched_ahead_have_order_and_queue_time() -> None:
     bench = Bench(FakeDevice())
     bench.step(MS)
     for _ in range(20):
@@ -176,7 +176,8 @@ def test_span_around_a_finished_capture_is_timed() -> None:
     assert bench.timeline.collect_spans() == 1
 
 
-def test_span_ending_during_capture_is_dropped_and_events_reused() -> None:
+def test_span_ending_during_capture_is_dropped() -> None:
+    """Its events return to the pool."""
     bench = Bench(FakeDevice(), capacity=1)
     span = bench.timeline.begin_span()
     assert span is not None
@@ -386,7 +387,7 @@ def test_launch_time_is_absent_after_a_device_wait() -> None:
     assert [timed.launched_ns >= 0 for timed in bench.intervals] == [True, False]
 
 
-def test_capture_waits_for_a_collection_and_blocks_the_next() -> None:
+def test_capture_waits_for_collection_and_blocks_next() -> None:
     bench = Bench(FakeDevice(), capacity=4)
     for _ in range(3):
         bench.step(MS, waits=False)

@@ -78,7 +78,7 @@ def test_host_times_until_events_exist_then_the_device(timing: DeviceTiming, dev
     assert work.device[0].ended_at - work.device[0].started_at >= MS
 
 
-def test_without_a_device_lookup_is_retried_once_per_second(device: OnHostClock) -> None:
+def test_without_device_lookup_is_retried_once_per_second(device: OnHostClock) -> None:
     lookups: list[None] = []
     timing = DeviceTiming(lambda: lookups.append(None))
     work = Work()
@@ -105,9 +105,7 @@ def test_short_steps_are_sampled_and_others_not_reported(timing: DeviceTiming, d
     assert work.host == []
 
 
-def test_engine_device_timer_needs_only_begin_end_and_cancel(
-    timing: DeviceTiming, device: OnHostClock
-) -> None:
+def test_engine_timer_needs_only_begin_end_and_cancel(timing: DeviceTiming, device: OnHostClock) -> None:
     """SGLang's `device_timer` (srt/utils/device_timer.py, 0.5.23): `with model_runner.device_timer.wrap(metadata={"category": …})`."""
 
     class DeviceTimer:

@@ -58,9 +58,7 @@ def test_start_event_is_stable_until_recorded(span_factory: None) -> None:
     assert start_recorder.make_event() is None
 
 
-def test_engine_start_is_a_child_of_the_server_start(
-    span_factory: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_engine_start_is_a_child_of_server_start(span_factory: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_INFER_START", "")  # registers the variable for cleanup
     monkeypatch.setattr(process_start.recorder, "role", process_start.SERVER)
     server_start = process_start.ProcessStartRecorder().make_event()

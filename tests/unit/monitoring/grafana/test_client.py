@@ -207,9 +207,7 @@ def test_v2_json_is_refused_naming_classic_json(server: GrafanaServer, grafana: 
         grafana.push_dashboards({"a": board("a", elements={})}, "Inference")
 
 
-def test_dashboard_stored_as_v2_is_refused_naming_classic_json(
-    server: GrafanaServer, grafana: GrafanaClient
-) -> None:
+def test_dashboard_stored_as_v2_is_refused(server: GrafanaServer, grafana: GrafanaClient) -> None:
     server.put_dashboard(board("a"), apiVersion="v2beta1")
     with pytest.raises(GrafanaError, match=r"HTTP 406 .*only classic dashboard JSON"):
         grafana.pull_dashboards(["a"])
