@@ -146,7 +146,7 @@ def test_a_tape_is_readable_up_to_last_sync(path: Path, caplog: pytest.LogCaptur
 
 def test_a_full_disk_still_closes_the_file(path: Path) -> None:
     writer = RecordingWriter(path)
-    writer._raw.close()
+    writer.close()
     writer._raw = raw = open("/dev/full", "wb")
     writer._file = gzip.open(raw, "wt", encoding="utf-8")
     writer.write(*make_batches(1)[0])
