@@ -132,5 +132,5 @@ def test_blocked_event_loop_is_named_for_stuttering_streams() -> None:
     blockers = [BLOCKER._replace(at=0.6 + 0.4 * number) for number in range(4)]
     report = explained({"blocking_prompt": BLOCKER.prompt, "blocking_ms": 200}, [*streams, *blockers])
     (found,) = [finding for finding in report["findings"] if finding["cause"] == "event_loop"]
-    assert found["complaint"] == "stutter"
+    assert found["symptom"] == "stutter"
     assert "asyncio.to_thread" in found["change"]
