@@ -66,7 +66,7 @@ def test_one_trace_has_the_start_of_all_processes(server: Server, receiver: Otlp
             "  worker start",
             "    imports",
             "    weights",
-            "    warm-up",
+            "    warmup",
         ]
     )
     assert not [span for span in spans if semconv.ERROR_TYPE in span["attributes"]]
