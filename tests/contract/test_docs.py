@@ -31,9 +31,6 @@ PAGES = sorted(
 )
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 RENAMED = ROOT / "docs" / "reference" / "renamed-names.md"
-PENDING_IMAGES = {ROOT / "docs" / "images" / "phoenix-trace.png"}
-"""Pictures that a page shows and that are still to be taken. Remove an entry once its file is there."""
-
 
 SERIES = {
     name
@@ -105,12 +102,8 @@ def test_every_link_in_a_page_leads_somewhere(page: Path) -> None:
     for target, anchor in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", page.read_text()):
         if "://" not in target:
             to = page.parent / target if target else page
-            assert to.exists() or to.resolve() in PENDING_IMAGES, f"{page.name} links to {target}"
+            assert to.exists(), f"{page.name} links to {target}"
             assert not anchor or anchor in anchors(to), f"{page.name} links to {target}#{anchor}"
-
-
-def test_no_pending_image_is_there_yet() -> None:
-    assert [path for path in PENDING_IMAGES if path.exists()] == []
 
 
 def known_names() -> set[str]:
