@@ -44,7 +44,7 @@ class Texts(BaseModel):
 
 
 class Models:
-    """What is served: a language model and an encoder, each with its tokenizer."""
+    """The served models: a language model and an encoder, each with its tokenizer."""
 
     def __init__(self, text: str, encoder: str) -> None:
         self.text, self.encoder = (

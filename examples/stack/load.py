@@ -39,7 +39,7 @@ def main() -> None:
             concurrency=hour.clients,
             prompt_lengths=hour.words,
             seed=seed,
-            traceparent=False,  # nobody sends the client's spans, so the server's are the roots
+            traceparent=False,  # the client exports no spans, so the server's spans are the roots
         )
         failed = sum(one.error is not None for one in asked)
         print(f"{hour.clients} at once: {len(asked)} requests, {failed} failed", flush=True)
