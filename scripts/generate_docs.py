@@ -354,7 +354,7 @@ objectives:
   - name: errors
     of: errors       # has no length
     share: 99.5%
-budgets:             # time budget of a stage: lines on the dashboard Request anatomy, no alerts
+budgets:             # time budget of a stage: lines on the dashboard Latency breakdown, no alerts
   queue: 100ms
   prefill: 350ms
 ```
@@ -417,7 +417,7 @@ Each server (`job`) and model has its own budget.
    *All requests: time by cause*. The band that is wider for slow requests is the cause. [Causes](reference/causes.md) has its change.
 3. **Open a slow request.** In the heatmap *Time to first token* or *Time between tokens*, click a point above the main band.
    Then click *Trace* in its box. [The data source](dashboards.md#from-a-point-to-its-trace) must have exemplars configured.
-   Without exemplars, *Request anatomy*, row *Single requests*, lists slow requests.
+   Without exemplars, *Latency breakdown*, row *Single requests*, lists slow requests.
 4. **Read its request span.** `infer.latency.top_cause` names its largest cause. `infer.slo.missed` names the objective it missed.
    A span link with `infer.interference.delay` leads to the request that delayed it most.
 5. **Explain it.** Within 120 s run `explain` on the server. Later use the recording that the webhook saved.
@@ -451,7 +451,7 @@ BURN_RUNBOOKS = {
     TTFT: (
         "More than {budget} of the successful requests wait longer than {within} for their first token.",
         "nothing for a while, then fast",
-        "On Request anatomy see which stage grew: queue (shed or spread load, add a replica) or prefill (shorter prompts, prefix cache).",
+        "On Latency breakdown see which stage grew: queue (shed or spread load, add a replica) or prefill (shorter prompts, prefix cache).",
     ),
     ITL: (
         "More than {budget} of the gaps between two tokens of a stream are longer than {within}.",
@@ -544,7 +544,7 @@ def _caused() -> Iterator[Runbook]:
         )  # fmt: skip
     yield Runbook(
         burn_rate_rules.ALERT_PREFIX + WATCHDOG, "none", "immediately", "It always fires, which shows that alerts arrive.",
-        "alerts are missing", "If it stops: check Prometheus, Alertmanager and the notification path.", "health", "vector(1)",
+        "alerts are missing", "If it stops: check Prometheus, Alertmanager and the notification path.", "self-monitoring", "vector(1)",
     )  # fmt: skip
 
 

@@ -44,9 +44,9 @@ def run(arguments: argparse.Namespace) -> int:
     except (dump_request.DumpFailed, file.InvalidRecording, OSError) as reason:
         print(f"otel-infer dump: {reason}", file=sys.stderr)
         return 2
-    print(f"{out}: {header.get('facts', 0)} events of the last {header.get('seconds', 0.0):.0f} s")
-    if header.get("requests_left_out"):
-        print(f"{header['requests_left_out']} in-flight requests exceeded the memory limit and were dropped")
+    print(f"{out}: {header.get('events', 0)} events of the last {header.get('seconds', 0.0):.0f} s")
+    if header.get("dropped_requests"):
+        print(f"{header['dropped_requests']} in-flight requests exceeded the memory limit and were dropped")
     print(f"next: otel-infer explain {out}")
     return 0
 

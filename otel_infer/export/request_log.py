@@ -64,7 +64,7 @@ class RequestLog:
                 extra=fields,
             )
             if self._handler is not None:
-                line.said = fields
+                line.fields = fields
                 self._handler.handle(line)
             if is_logger_enabled:
                 request_logger.handle(line)
@@ -128,7 +128,7 @@ class _JsonLineFormatter(logging.Formatter):
     """Formats a record as one JSON object on one line."""
 
     def format(self, record: logging.LogRecord) -> str:
-        fields: dict[str, Any] = getattr(record, "said", {})
+        fields: dict[str, Any] = getattr(record, "fields", {})
         head = {"level": record.levelname, "logger": record.name, "message": record.getMessage()}
         return json.dumps({**fields, **head}, default=str)
 

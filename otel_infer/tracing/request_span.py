@@ -283,7 +283,7 @@ class RequestSpan(trace.Span):
 
 
 ThreadOwner = tuple[RequestSpan, object]
-thread_owner: ContextVar[ThreadOwner | None] = ContextVar("otel_infer-lent", default=None)
+thread_owner: ContextVar[ThreadOwner | None] = ContextVar("otel_infer-thread-owner", default=None)
 """The request that a thread was started in, and the span that was current there."""
 
 span_factory: SpanFactory | None = None

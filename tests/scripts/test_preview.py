@@ -200,14 +200,14 @@ def test_thresholds_set_the_colour_of_a_tile() -> None:
 
 
 def test_a_legend_has_the_labels_of_its_series() -> None:
-    board = dashboards.build_dashboards()["anatomy.json"]
+    board = dashboards.build_dashboards()["latency-breakdown.json"]
     stages = find_panel(board, "p99 of each stage")
     legend = list_texts(parse_panels(page.drawn(board, CannedPrometheus(3, "stage"), WINDOW))[stages["id"]])
     assert {"stage-0", "stage-1", "stage-2"} <= set(legend)
 
 
 def test_undrawn_series_are_counted() -> None:
-    board = dashboards.build_dashboards()["anatomy.json"]
+    board = dashboards.build_dashboards()["latency-breakdown.json"]
     stages = find_panel(board, "p99 of each stage")
     panel = parse_panels(page.drawn(board, CannedPrometheus(99, "stage"), WINDOW))[stages["id"]]
     listed = sum(text.startswith("stage-") for text in list_texts(panel))

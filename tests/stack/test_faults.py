@@ -43,7 +43,7 @@ class Panel(NamedTuple):
 
 
 PANELS = {
-    "queue": Panel("anatomy.json", "Queue: quantiles", "p95", {}),
+    "queue": Panel("latency-breakdown.json", "Queue: quantiles", "p95", {}),
     "kv": Panel("memory.json", "Preemptions per request", "preemptions", {}),
     "gc": Panel(
         "decode.json", "Decode delay by cause", "{{infer_latency_cause}}", {"infer_latency_cause": "gc"}

@@ -37,13 +37,13 @@ class ClientLatency(NamedTuple):
     """Client-side latency in ms: to the first token, or to the end of requests without one.
 
     `requests`: how many were found on both sides. `to_first_token`: for how many the latency is to the first
-    token. `felt_*`: measured by the client. `server_*`: measured by the server. `outside_*`: the difference,
+    token. `client_*`: measured by the client. `server_*`: measured by the server. `outside_*`: the difference,
     at least 0. `share`: the part (0 to 1) of the slowest tenth's latency outside the server.
     """
 
     requests: int
-    felt_p50_ms: float
-    felt_p95_ms: float
+    client_p50_ms: float
+    client_p95_ms: float
     server_p95_ms: float
     outside_p50_ms: float
     outside_p95_ms: float
@@ -58,7 +58,7 @@ class ClientLatency(NamedTuple):
         if 0 < self.to_first_token < self.requests:
             until += f", or to the end of the {self.requests - self.to_first_token} that do not stream"
         return (
-            f"client-side latency of {self.requests} requests: p95 {self.felt_p95_ms:.0f} ms {until}, of which "
+            f"client-side latency of {self.requests} requests: p95 {self.client_p95_ms:.0f} ms {until}, of which "
             f"{self.server_p95_ms:.0f} ms in the server (p95); {self.share:.0%} of the slowest tenth's wait was outside it "
             f"(median {self.outside_p50_ms:.0f} ms): network, proxies, connections"
         )

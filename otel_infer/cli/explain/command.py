@@ -160,7 +160,7 @@ def _explain_all(data: ExplainInput, worst: int, as_json: bool, latency: ClientL
                 {**limit._asdict(), **limit.advice._asdict()} for limit in find_device_bottlenecks(records)
             ],
             "worst": [record_with_interferer(record) for record in slowest],
-            "readers": latency._asdict() if latency is not None else None,
+            "client_latency": latency._asdict() if latency is not None else None,
         }
         print(json.dumps(result))
         return 0

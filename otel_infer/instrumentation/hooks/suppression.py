@@ -8,13 +8,13 @@ from typing import Any
 
 from otel_infer.instrumentation.hooks.probe import Hook
 
-torch_suppressed: ContextVar[bool] = ContextVar("otel_infer-claimed", default=False)
+torch_suppressed: ContextVar[bool] = ContextVar("otel_infer-torch-suppressed", default=False)
 """True where the `torch` instrumentor records no forward pass.
 
 A context variable, not a thread-local: tasks share a thread, and work moves to other threads.
 """
 
-loading_for_engine: ContextVar[bool] = ContextVar("otel_infer-owned", default=False)
+loading_for_engine: ContextVar[bool] = ContextVar("otel_infer-loading-for-engine", default=False)
 """True while an engine loads a model. The engine's instrumentor records the model, so `torch` ignores it."""
 
 

@@ -148,7 +148,7 @@ def _build_burn_rate_alert(objective: SloObjective, window: BurnRateWindow, spec
         {
             "summary": f"{{{{ $labels.job }}}} {{{{ $labels.{_MODEL_LABEL} }}}}: {{{{ $value | humanizePercentage }}}} missed {target} "
             f"over {window.long}; the objective is {objective.share * 100:g} %",
-            "description": f"The error budget burns at {factor:.3g} times the sustainable rate. Request anatomy shows the "
+            "description": f"The error budget burns at {factor:.3g} times the sustainable rate. Latency breakdown shows the "
             "stage, Overview the cause.",
         },
         "overview",

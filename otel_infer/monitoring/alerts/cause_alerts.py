@@ -151,7 +151,7 @@ CAUSE_ALERTS: Sequence[CauseAlert] = (
         "Most of the time to first token is spent in the queue.",
         "fine locally, bad in production",
         "Use a larger batch or KV cache, limit concurrency in front of the server, or add a replica.",
-        "anatomy",
+        "latency-breakdown",
     ),
     CauseAlert(
         "KVCachePressure",
@@ -272,7 +272,7 @@ CAUSE_ALERTS: Sequence[CauseAlert] = (
         "No server of this name exports metrics any more.",
         "it is down",
         "Check the process, then the path of its metrics.",
-        "health",
+        "self-monitoring",
     ),
     CauseAlert(
         "NoTraffic",
@@ -327,7 +327,7 @@ CAUSE_ALERTS: Sequence[CauseAlert] = (
         "Events or spans are lost. Requests are still served.",
         "traces are missing",
         "For spans refused or given up, check the collector. For overwritten events, give the sidecar more CPU.",
-        "health",
+        "self-monitoring",
     ),
     CauseAlert(
         "HooksMissing",
@@ -338,7 +338,7 @@ CAUSE_ALERTS: Sequence[CauseAlert] = (
         "A library release does not match its hooks, so stages are missing from traces.",
         "a stage is missing",
         "Run `otel-infer doctor` on the server: it lists the hooks and the releases that have them.",
-        "health",
+        "self-monitoring",
     ),
 )  # fmt: skip
 """All alerts on causes, in the order of the docs."""

@@ -1,4 +1,4 @@
-"""The dashboard Request anatomy: the time of requests by stage, in order, and single requests."""
+"""The dashboard Latency breakdown: the time of requests by stage, in order, and single requests."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def _requests_row() -> DashboardRow:
 
 
 def build_dashboard() -> Dashboard:
-    """Returns the dashboard Request anatomy."""
+    """Returns the dashboard Latency breakdown."""
     stages = [DashboardRow(name.capitalize(), _stage_panels(name)) for name in STAGE_DESCRIPTIONS]
     description = "The time of requests in each stage, by host and GPU clock, and single requests."
-    return Dashboard("anatomy", "Request anatomy", description, [_all_stages_row(), *stages, _requests_row()])
+    return Dashboard("latency-breakdown", "Latency breakdown", description, [_all_stages_row(), *stages, _requests_row()])

@@ -43,7 +43,7 @@ def _status_row() -> DashboardRow:
                 "Failed",
                 PanelDescription(
                     "Share of requests that ended with a server error or a timeout. Requests of disconnected clients are excluded.",
-                    "find the model in the table of models, then open its failed requests in Request anatomy.",
+                    "find the model in the table of models, then open its failed requests in Latency breakdown.",
                 ),
                 ratio_or_zero(_FAILURE_RATE, _REQUEST_RATE),
                 unit="percentunit",

@@ -265,8 +265,8 @@ def write_recording(path: Path, snapshot: WindowSnapshot, reason: str, slo: str 
             otel_infer=VERSION,
             written_at=datetime.now(UTC).isoformat(timespec="seconds"),
             seconds=round(snapshot.seconds, 3),
-            facts=snapshot.event_count,
-            requests_left_out=snapshot.dropped_requests,
+            events=snapshot.event_count,
+            dropped_requests=snapshot.dropped_requests,
             began_at=snapshot.began_at,
             slo=slo,
         )

@@ -43,7 +43,7 @@ class _WebhookHandler(http_server.HttpHandler):
         try:
             self._check_request()
             if self._is_resolved(self._read_body()):
-                self._send_json(200, {"file": None, "said": "the alert is resolved; no tape is written"})
+                self._send_json(200, {"file": None, "message": "the alert is resolved; no tape is written"})
                 return
             self._send_json(202, {"file": str(self.server.owner.request_dump(WEBHOOK))})
         except WebhookError as rejection:

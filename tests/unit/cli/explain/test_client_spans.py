@@ -94,7 +94,7 @@ def test_additional_client_latency_is_outside_the_server() -> None:
     assert found is not None
     assert found.requests == 40
     assert found.outside_p50_ms == pytest.approx(300) and found.outside_p95_ms == pytest.approx(300)
-    assert found.felt_p95_ms == pytest.approx(found.server_p95_ms + 300)
+    assert found.client_p95_ms == pytest.approx(found.server_p95_ms + 300)
     assert 0.5 < found.share < 1 and f"{found.share:.0%}" in found.to_sentence()
     assert found.to_first_token == 40 and "to the first token" in found.to_sentence()
     partly_streamed = client_spans.compare_latency(
@@ -142,7 +142,7 @@ def test_explain_reports_client_latency_from_a_span_file(
     out = " ".join(capsys.readouterr().out.split())
     assert "client-side latency of 60 requests" in out and "(median 250 ms)" in out
     assert main(["explain", str(path), "--client", str(tmp_path / "spans"), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["readers"]["requests"] == 60
+    assert json.loads(capsys.readouterr().out)["client_latency"]["requests"] == 60
     (tmp_path / "others").write_text(json.dumps(otlp("ab" * 16, "ab" * 8, 1)))
     assert main(["explain", str(path), "--client", str(tmp_path / "others")]) == 2
     assert "these 60 requests" in capsys.readouterr().err
