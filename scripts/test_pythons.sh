@@ -16,7 +16,7 @@ find_python() {
 }
 
 run_tests() {
-  local environment=".venv-3.$1"
+  local environment=".venv-3.$1" started=$SECONDS
   if [ ! -e "$environment/.dev" ] || [ pyproject.toml -nt "$environment/.dev" ]; then
     rm -rf "$environment"
     "$2" -m venv "$environment" &&
@@ -24,6 +24,7 @@ run_tests() {
       "$environment/bin/python" -m pip install -qq -e ".[igzip,dev]" &&
       touch "$environment/.dev" || return 1
   fi
+  echo "environment ready after $((SECONDS - started)) s"
   "$environment/bin/python" -m pytest -q -n 2 --dist loadfile -p no:cacheprovider tests/unit tests/contract "${@:3}"
 }
 

@@ -1,1 +1,1 @@
-"""Pictures of the dashboards without a Grafana: every panel asked of a Prometheus, and drawn as SVG. A preview, not Grafana."""
+"""Pictures of the dashboards without Grafana: each panel is queried from a Prometheus and drawn with matplotlib."""

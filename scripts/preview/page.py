@@ -1,177 +1,128 @@
-"""One dashboard as one picture: what can be chosen, its rows, and every panel in its place on the grid."""
+"""Draws a dashboard as one picture: its variables, its rows, and each panel at its place in the grid."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
-from otel_infer.cli.report.html_helpers import escape_text
+import numpy as np
+from matplotlib.figure import Figure
+
 from otel_infer.monitoring.dashboards.dashboard import resolve_variables
 from otel_infer.monitoring.dashboards.panels import GRID_COLUMNS
-from scripts.preview.answers import Answer, Ask, Span, answer, default
-from scripts.preview.cells import heatmap, is_blank, states
-from scripts.preview.lines import lines
-from scripts.preview.svg import FAINT, GREY, INK, LINE, NAMED, SIZE, Box, path, px, rect, text, wide
-from scripts.preview.tiles import elsewhere, said, table, tile
+from scripts.preview.canvas import FAINT, GREY, INK, Box, Canvas, estimate_width
+from scripts.preview.panels import DRAW_BY_TYPE, MARGIN, TITLE
+from scripts.preview.queries import PanelData, Prometheus, TimeRange, find_default, query_panel
 
 PREVIEW = "preview, not Grafana"
-COLUMN, UNIT, GAP, EDGE, HEAD, FEET = 54.0, 34.0, 8.0, 12.0, 104.0, 34.0
+COLUMN, UNIT, GAP, EDGE, HEAD, FOOT = 54.0, 34.0, 8.0, 12.0, 104.0, 34.0
+"""px: width of a column of the grid, height of a line, space between panels and around the page, head and foot."""
 WIDTH = GRID_COLUMNS * COLUMN + 2 * EDGE
-MOST_ELSEWHERE = 3
-"""Units of height of a panel over the whole width of which nothing can be shown here."""
-ELSEWHERE = {
-    "alertlist": "Grafana lists here which of our alerts fire. Not drawn: it is no question to Prometheus.",
-    "traces": "Grafana shows here the trace whose id is entered above. Not drawn: it is a question to Tempo.",
-    "table": "Grafana lists here what Tempo finds. Not drawn: there is no Tempo behind this preview.",
+NOT_DRAWN_UNITS = 3
+"""The height of a wide panel that is not drawn, in lines of the grid."""
+NOT_DRAWN = {
+    "alertlist": "Grafana lists here which alerts fire. Not drawn: it is no query to Prometheus.",
+    "traces": "Grafana shows here the trace with the id entered above. Not drawn: it is a query to Tempo.",
+    "table": "Grafana lists here what Tempo finds. Not drawn: this preview has no Tempo.",
 }
-Draw = Callable[[Mapping[str, Any], Answer, Span, Box], str]
-DRAW: Mapping[str, Draw] = {
-    "timeseries": lines, "heatmap": heatmap, "state-timeline": states, "stat": tile, "table": table
-}  # fmt: skip
-FONT = "Inter,system-ui,-apple-system,'Segoe UI',Roboto,'Helvetica Neue',Arial,'DejaVu Sans',sans-serif"
 
 
-class Placed(NamedTuple):
-    """A panel or the head of a row, and where it is in the picture."""
+class PlacedPanel(NamedTuple):
+    """A panel or the title of a row, and its area in the picture."""
 
     panel: Mapping[str, Any]
     box: Box
 
 
-def drawn(board: Mapping[str, Any], ask: Ask, span: Span) -> str:
-    """The picture."""
-    placed = list(layout(board))
-    height = max(one.box.bottom for one in placed) + FEET
-    parts = [_row(one) if one.panel["type"] == "row" else _panel(one, ask, span) for one in placed]
-    title = escape_text(f"{board['title']} ({PREVIEW})", 200)
-    size = f'width="{px(WIDTH)}" height="{px(height)}" viewBox="0 0 {px(WIDTH)} {px(height)}"'
-    letters = f'font-family="{FONT}" font-size="{SIZE}" fill="{GREY}"'
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} {letters} role="img" aria-label="{title}">'
-    ground = rect(Box(0, 0, WIDTH, height), "#f4f5f7")
-    return "\n".join(
-        [head, f"<title>{title}</title>", ground, _head(board, span), *parts, _foot(height), "</svg>\n"]
-    )
+def draw_dashboard(dashboard: Mapping[str, Any], prometheus: Prometheus, time_range: TimeRange) -> Figure:
+    """Returns the picture of a dashboard; closed rows are open."""
+    placed = list(place_panels(dashboard))
+    canvas = Canvas(WIDTH, max(each.box.bottom for each in placed) + FOOT)
+    _draw_head(canvas, dashboard, time_range)
+    for panel, box in placed:
+        if panel["type"] == "row":
+            note = "  (closed until it is clicked)" if panel["collapsed"] else ""
+            title = f"▾ {panel['title']}{note}"
+            canvas.add_text(box.left, box.top + box.height / 2 + 6, title, box.width, 14, INK, weight="bold")
+        else:
+            _draw_panel(canvas, panel, prometheus, time_range, box)
+    note = f"{PREVIEW}: drawn by scripts/preview_dashboards.py from the Prometheus of a test. Grafana's legends and axes differ."
+    canvas.add_text(EDGE + GAP / 2, canvas.height - 14, note, WIDTH - 2 * EDGE, color=FAINT)
+    return canvas.figure
 
 
-# ── where everything is ──────────────────────────────────────────────────────────────────────────────────────────
+def place_panels(dashboard: Mapping[str, Any]) -> Iterator[PlacedPanel]:
+    """Yields each panel with its area, from its position in the grid."""
+    panels = [panel for top in dashboard["panels"] for panel in (top, *top.get("panels", ()))]
+    tops = _line_tops(panels)
+    for panel in panels:
+        x, y, w, h = (panel["gridPos"][key] for key in "xywh")
+        height = tops[y + h] - tops[y] - GAP
+        yield PlacedPanel(panel, Box(EDGE + x * COLUMN + GAP / 2, tops[y], w * COLUMN - GAP, height))
 
 
-def layout(board: Mapping[str, Any]) -> Iterator[Placed]:
-    """By the panels' own places; a row that is closed at first is drawn open."""
-    everything = [one for top in board["panels"] for one in (top, *top.get("panels", ()))]
-    tops = _tops(everything)
-    for one in everything:
-        x, y, w, h = (one["gridPos"][key] for key in "xywh")
-        size = tops[y + h] - tops[y] - GAP
-        yield Placed(one, Box(EDGE + x * COLUMN + GAP / 2, tops[y], w * COLUMN - GAP, size))
+def _line_tops(panels: Sequence[Mapping[str, Any]]) -> list[float]:
+    """Returns the top of each line of the grid; wide panels that are not drawn are low."""
+    heights = np.full(max(panel["gridPos"]["y"] + panel["gridPos"]["h"] for panel in panels), UNIT)
+    for panel in panels:
+        place = panel["gridPos"]
+        if not has_queries(panel) and panel["type"] != "row" and place["w"] == GRID_COLUMNS:
+            heights[place["y"] + NOT_DRAWN_UNITS : place["y"] + place["h"]] = 0.0
+    return [HEAD, *(HEAD + np.cumsum(heights))]
 
 
-def _tops(panels: Sequence[Mapping[str, Any]]) -> list[float]:
-    """Where each line of the grid begins."""
-    heights = [UNIT] * max(one["gridPos"]["y"] + one["gridPos"]["h"] for one in panels)
-    for one in panels:
-        place = one["gridPos"]
-        if is_elsewhere(one) and place["w"] == GRID_COLUMNS:
-            for line in range(place["y"] + MOST_ELSEWHERE, place["y"] + place["h"]):
-                heights[line] = 0.0
-    tops = [HEAD]
-    for height in heights:
-        tops.append(tops[-1] + height)
-    return tops
+def has_queries(panel: Mapping[str, Any]) -> bool:
+    """Whether a panel queries Prometheus."""
+    return any("expr" in target for target in panel.get("targets", ()))
 
 
-def is_elsewhere(panel: Mapping[str, Any]) -> bool:
-    """Whether it is not Prometheus that fills it."""
-    asks = any("expr" in target for target in panel.get("targets", ()))
-    return panel["type"] != "row" and not asks
+def _draw_panel(
+    canvas: Canvas, panel: Mapping[str, Any], prometheus: Prometheus, time_range: TimeRange, box: Box
+) -> None:
+    canvas.add_box(box, "white" if has_queries(panel) else "#eceef1", "#dfe2e7")
+    title = resolve_variables(str(panel["title"]), time_range.window)
+    canvas.add_text(box.left + 12, box.top + 20, title, box.width - 24, 12, INK, weight="bold")
+    data = query_panel(prometheus, panel, time_range) if has_queries(panel) else PanelData()
+    if not has_queries(panel):
+        _draw_message(canvas, NOT_DRAWN[panel["type"]], box)
+    elif data.error:
+        _draw_message(canvas, f"Prometheus refuses the query: {data.error}", box, "red")
+    elif not data.rows and not any(
+        panel["type"] != "heatmap" or np.nanmax(each.values) > 0 for each in data.series
+    ):
+        _draw_message(canvas, str(find_default(panel, "noValue")), box)
+    else:
+        DRAW_BY_TYPE[panel["type"]](canvas, panel, data, time_range, box)
 
 
-# ── the parts ────────────────────────────────────────────────────────────────────────────────────────────────────
+def _draw_message(canvas: Canvas, text: str, box: Box, color: str = GREY) -> None:
+    """Writes at most four lines into the middle of a panel."""
+    room, size = box.width - 2 * MARGIN, 11
+    lines = textwrap.wrap(text, max(int(room / (0.62 * size)), 8), max_lines=4, placeholder="…")
+    top = box.top + (box.height + TITLE) / 2 - (len(lines) - 1) * 8
+    for i, line in enumerate(lines):
+        canvas.add_text(box.left + box.width / 2, top + i * 16, line, room, size, color, ha="center")
 
 
-def _panel(placed: Placed, ask: Ask, span: Span) -> str:
-    """A picture of its own inside the picture, which cuts off whatever would leave it."""
-    panel, box = placed
-    inside = Box(0, 0, box.width, box.height)
-    frame = rect(Box(0.5, 0.5, box.width - 1, box.height - 1), "#fff", stroke="#dfe2e7", rx=4)
-    title = resolve_variables(str(panel["title"]), span.window)
-    about = escape_text(str(panel["description"]).replace("\n\n", " ").replace("**", ""), 600)
-    room = box.width - 24
-    head = text(12, 20, title, room, 12, fill=INK, font_weight="600")
-    where = f'x="{px(box.left)}" y="{px(box.top)}" width="{px(box.width)}" height="{px(box.height)}"'
-    return (
-        f'<svg data-panel="{panel["id"]}" {where}><title>{about}</title>'
-        f"{frame}{_content(panel, ask, span, inside)}{head}</svg>"
-    )
-
-
-def _content(panel: Mapping[str, Any], ask: Ask, span: Span, box: Box) -> str:
-    if is_elsewhere(panel):
-        return elsewhere(ELSEWHERE.get(panel["type"], "Not drawn: it is no question to Prometheus."), box)
-    found = answer(ask, panel, span)
-    if found.refused:
-        return said(f"Prometheus refuses: {found.refused}", box, NAMED["red"])
-    is_nothing = not (found.series or found.rows) or (panel["type"] == "heatmap" and is_blank(found))
-    if is_nothing:
-        return said(str(default(panel, "noValue")), box)
-    return DRAW[panel["type"]](panel, found, span, box)
-
-
-def _row(placed: Placed) -> str:
-    box, panel = placed.box, placed.panel
-    y = box.top + box.height / 2 + 6
-    arrow = path(f"M{px(box.left + 4)} {px(y - 7)}l4 4.5l4-4.5", fill="none", stroke=GREY, stroke_width=1.5)
-    title = str(panel["title"])
-    end = box.left + 20 + wide(title, 14) + 12
-    note = "closed until it is clicked" if panel["collapsed"] else ""
-    return (
-        arrow
-        + text(box.left + 20, y, title, box.width - 40, 14, fill=INK, font_weight="600")
-        + text(end, y, note, 200, fill=FAINT)
-    )
-
-
-def _head(board: Mapping[str, Any], span: Span) -> str:
-    """Title, what it is of, what it is not, and what can be chosen."""
+def _draw_head(canvas: Canvas, dashboard: Mapping[str, Any], time_range: TimeRange) -> None:
+    """Writes the title, the description, the time and the variables."""
     left, right = EDGE + GAP / 2, WIDTH - EDGE - GAP / 2
-    badge = wide(PREVIEW, 12) + 16
-    begin, end = (datetime.fromtimestamp(at, UTC) for at in (span.start, span.end))
-    when = f"{begin:%Y-%m-%d %H:%M} – {end:%H:%M} UTC, rates over {span.window}"
-    return "".join(
-        [
-            text(left, 34, str(board["title"]), right - left - badge - 20, 20, fill=INK, font_weight="600"),
-            rect(Box(right - badge, 17, badge, 24), "#fff4e0", stroke="#e0a34a", rx=12),
-            text(right - badge / 2, 33, PREVIEW, badge, 12, text_anchor="middle", fill="#8a5a10"),
-            text(left, 56, str(board["description"]), right - left - 360, 12),
-            text(right, 56, when, 340, text_anchor="end"),
-            _choices(board, left, right),
-            path(f"M{px(left)} {px(HEAD - 4)}h{px(right - left)}", stroke=LINE),
-        ]
-    )
-
-
-def _choices(board: Mapping[str, Any], left: float, right: float) -> str:
-    parts, x = [], left
-    for one in board["templating"]["list"]:
-        otherwise = one["query"] if one["type"] == "datasource" else "none"
-        now = one.get("current", {}).get("text") or otherwise
-        name, value = str(one["label"]), ", ".join(now) if isinstance(now, list) else str(now)
-        size = wide(name) + wide(value) + 26
-        if x + size > right:
+    begin, end = (datetime.fromtimestamp(at, UTC) for at in (time_range.start, time_range.end))
+    when = f"{begin:%Y-%m-%d %H:%M} – {end:%H:%M} UTC, rates over {time_range.window}"
+    canvas.add_text(left, 34, str(dashboard["title"]), right - left - 200, 20, INK, weight="bold")
+    canvas.add_text(right, 34, PREVIEW, 190, 12, "#8a5a10", ha="right")
+    canvas.add_text(left, 56, str(dashboard["description"]), right - left - 360, 12)
+    canvas.add_text(right, 56, when, 340, ha="right")
+    x = left
+    for variable in dashboard["templating"]["list"]:
+        default = variable["query"] if variable["type"] == "datasource" else "none"
+        value = variable.get("current", {}).get("text") or default
+        text = f"{variable['label']}: {', '.join(value) if isinstance(value, list) else value}"
+        width = estimate_width(text, 10) + 16
+        if x + width > right:
             break
-        parts += [
-            rect(Box(x, 67, size, 22), "#fff", stroke="#dfe2e7", rx=3),
-            text(x + 8, 82, name, size),
-            text(x + size - 8, 82, value, size, fill=INK, font_weight="600", text_anchor="end"),
-        ]
-        x += size + 8
-    return "".join(parts)
-
-
-def _foot(height: float) -> str:
-    words = (
-        f"{PREVIEW}: drawn by scripts/preview_dashboards.py from a test's Prometheus. Grafana's own pictures differ: its legends, "
-        "axes and colours are its own."
-    )
-    return text(EDGE + GAP / 2, height - 14, words, WIDTH - 2 * EDGE, fill=FAINT)
+        canvas.add_box(Box(x, 67, width, 22), "white", "#dfe2e7")
+        canvas.add_text(x + 8, 82, text, width, color=INK)
+        x += width + 8
