@@ -51,14 +51,14 @@ def commands(page: Path, *languages: str) -> list[str]:
     return [line for line in lines if line]
 
 
-def test_generated_pages_are_what_the_code_says() -> None:
+def test_generated_pages_match_the_code() -> None:
     script = ROOT / "scripts" / "generate_docs.py"
     ran = subprocess.run([sys.executable, str(script), "--check"], capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
-def test_every_command_of_ours_in_a_page_is_one_that_we_take(page: Path) -> None:
+def test_commands_in_a_page_are_valid(page: Path) -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     for line in commands(page, RUN, PARSED):
         words = shlex.split(line)
@@ -70,35 +70,36 @@ def test_every_command_of_ours_in_a_page_is_one_that_we_take(page: Path) -> None
             cli.build_parser().parse_args(words[len(words) - words[::-1].index("otel-infer") :])
 
 
-def options(one: argparse.ArgumentParser) -> Iterator[str]:
-    """Of a command and of those below it."""
-    for action in one._actions:
+def iter_options(parser: argparse.ArgumentParser) -> Iterator[str]:
+    """Yields the options of a command and of its subcommands."""
+    for action in parser._actions:
         yield from action.option_strings
         if isinstance(action, argparse._SubParsersAction):
-            for below in action.choices.values():
-                yield from options(below)
+            for subparser in action.choices.values():
+                yield from iter_options(subparser)
 
 
-def test_the_page_of_commands_has_every_option_that_we_take() -> None:
-    said = set(re.findall(r"-[\w-]+", (ROOT / "docs" / "reference" / "commands.md").read_text()))
-    assert set(options(cli.build_parser())) <= said
+def test_the_page_of_commands_lists_every_option() -> None:
+    listed = set(re.findall(r"-[\w-]+", (ROOT / "docs" / "reference" / "commands.md").read_text()))
+    assert set(iter_options(cli.build_parser())) <= listed
 
 
-def test_the_help_of_alerts_says_all_that_is_promised_without_a_file() -> None:
-    for one in slo_spec.DEFAULT_SPEC.objectives:
-        length = f"within {one.within:g} s" if one.within > 1 else f"within {one.within * 1000:g} ms"
-        assert not one.within or length in str(alerts.__doc__)
-    assert {one.share for one in slo_spec.DEFAULT_SPEC.objectives if one.within} == {0.99}
+def test_the_help_of_alerts_lists_the_default_objectives() -> None:
+    objectives = [objective for objective in slo_spec.DEFAULT_SPEC.objectives if objective.within]
+    for objective in objectives:
+        bound = objective.within
+        assert (f"within {bound:g} s" if bound > 1 else f"within {bound * 1000:g} ms") in str(alerts.__doc__)
+    assert {objective.share for objective in objectives} == {0.99}
 
 
 def anchors(page: Path) -> set[str]:
-    """Of its headlines, as GitHub makes them."""
+    """Returns the anchors of the headlines of a page, as GitHub makes them."""
     headlines = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", headline.lower()).replace(" ", "-") for headline in headlines}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
-def test_every_link_in_a_page_leads_somewhere(page: Path) -> None:
+def test_links_in_a_page_have_a_target(page: Path) -> None:
     for target, anchor in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", page.read_text()):
         if "://" not in target:
             to = page.parent / target if target else page
@@ -113,21 +114,21 @@ def known_names() -> set[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
-def test_every_name_in_a_page_is_one_that_we_use(page: Path) -> None:
+def test_names_in_a_page_exist(page: Path) -> None:
     text = page.read_text()
     if page == RENAMED:
         text = re.sub(r"^\| ([^|]*) \| [^|]* \|", r"| \1 |", text, flags=re.MULTILINE)  # old names
     known = known_names()
     for name in re.findall(r"`(infer\.[a-z_.]+)`", text):
-        assert name in known, f"{page.name} speaks of {name}"
+        assert name in known, f"{page.name} names {name}"
     for name in re.findall(r"\b(?:gen_ai|infer)_\w+", text):
-        assert name in SERIES, f"{page.name} speaks of {name}"
+        assert name in SERIES, f"{page.name} names {name}"
     variables = {setting.variable for setting in SETTINGS.values()}
     for name in re.findall(r"\bOTEL_INFER_[A-Z_]+\b", text):
-        assert name in variables, f"{page.name} speaks of {name}"
+        assert name in variables, f"{page.name} names {name}"
 
 
-def test_a_renamed_name_has_a_new_name_that_we_use_and_an_old_one_that_we_do_not() -> None:
+def test_renamed_names_are_sorted_and_only_new_ones_exist() -> None:
     rows = re.findall(r"^\| ([^|]+) \| `([^`]+)` \| `([^`]+)` \|$", RENAMED.read_text(), re.MULTILINE)
     assert len(rows) > 30
     assert [kind for kind, *_ in rows] == sorted(kind for kind, *_ in rows)
@@ -139,20 +140,22 @@ def test_a_renamed_name_has_a_new_name_that_we_use_and_an_old_one_that_we_do_not
             assert new in known, new
 
 
-def promises() -> str:
-    """The example of a `slo.yaml`."""
+def example_objectives() -> str:
+    """Returns the example of a `slo.yaml`."""
     (example, *_) = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / "alerts.md").read_text(), re.DOTALL)
     return str(example)
 
 
-def test_the_example_of_promises_has_all_that_can_be_said() -> None:
-    said = yaml.safe_load(promises())
-    assert said.keys() == set(slo_spec.SloSpec._fields)
-    assert {key for one in said["objectives"] for key in one} == set(slo_spec.SloObjective._fields)
-    assert len(slo_spec.parse_spec(said).objectives) == len(said["objectives"])
+def test_the_example_of_objectives_has_every_key() -> None:
+    example = yaml.safe_load(example_objectives())
+    assert example.keys() == set(slo_spec.SloSpec._fields)
+    assert {key for objective in example["objectives"] for key in objective} == set(
+        slo_spec.SloObjective._fields
+    )
+    assert len(slo_spec.parse_spec(example).objectives) == len(example["objectives"])
 
 
-def test_every_alert_has_a_headline_where_its_link_leads() -> None:
+def test_every_alert_has_a_runbook() -> None:
     alerts = {
         rule["alert"]
         for group in burn_rate_rules.build_rule_groups(slo_spec.DEFAULT_SPEC)["groups"]
@@ -164,40 +167,38 @@ def test_every_alert_has_a_headline_where_its_link_leads() -> None:
     } <= anchors(ROOT / "docs" / "alerts.md")
 
 
-def ours(page: str, *, to_prometheus: bool, **instead: str) -> Iterator[list[str]]:
-    """The arguments of our commands in a page, those to a Prometheus or all others."""
+def iter_arguments(page: str, *, to_prometheus: bool, **replacements: str) -> Iterator[list[str]]:
+    """Yields the arguments of the commands in a page, those with `--prometheus` or the others."""
     for line in commands(ROOT / page):
         words = shlex.split(line)
         if words[0] == "otel-infer" and ("--prometheus" in words) == to_prometheus:
-            yield [instead.get(word, word) for word in words[1:]]
+            yield [replacements.get(word, word) for word in words[1:]]
 
 
-ON_GRAFANA = pytest.mark.parametrize("page", ["docs/alerts.md", "docs/dashboards.md"])
+EACH_PAGE = pytest.mark.parametrize("page", ["docs/alerts.md", "docs/dashboards.md"])
 
 
-@ON_GRAFANA
-def test_grafana_and_files_are_given_what_a_page_says(
+@EACH_PAGE
+def test_commands_for_grafana_and_files_run(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("grafana_client", reason="grafana-client is not installed")
-    (tmp_path / "slo.yaml").write_text(promises())
+    (tmp_path / "slo.yaml").write_text(example_objectives())
     monkeypatch.chdir(tmp_path)
     with GrafanaServer() as grafana:
         monkeypatch.setenv("GRAFANA_TOKEN", grafana.token)
-        for arguments in ours(page, to_prometheus=False, **{GRAFANA: grafana.url}):
+        for arguments in iter_arguments(page, to_prometheus=False, **{GRAFANA: grafana.url}):
             assert cli.main(arguments) == 0, arguments
         assert grafana.writes
 
 
-@ON_GRAFANA
-def test_a_prometheus_understands_what_a_page_asks_it(
-    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "slo.yaml").write_text(promises())
+@EACH_PAGE
+def test_commands_for_prometheus_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "slo.yaml").write_text(example_objectives())
     monkeypatch.chdir(tmp_path)
     running = Prometheus(tmp_path, {})
     try:
-        for arguments in ours(page, to_prometheus=True, **{PROMETHEUS: running.url}):
+        for arguments in iter_arguments(page, to_prometheus=True, **{PROMETHEUS: running.url}):
             assert cli.main(arguments) == 0, arguments
     finally:
         running.stop()
