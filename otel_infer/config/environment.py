@@ -31,6 +31,22 @@ _STANDARD_PARSERS: dict[str, Callable[[str], Any]] = {
 }
 """Standard variables of which only some values are accepted."""
 _DISABLED_NAMES = ("otel_infer", "*")
+SIDECAR_GUARD = "OTEL_INFER_SIDECAR"
+_STARTUP_IDS = "OTEL_INFER_START"
+_SIDECAR_EXCLUDED = (
+    "LD_PRELOAD",
+    "LD_AUDIT",
+    "CUDA_INJECTION64_PATH",
+    "NVTX_INJECTION64_PATH",
+    "PYTHONPATH",
+)
+# mallopt(3): columns are allocated and freed in the same sizes, which malloc unmaps and maps anew by default.
+_MALLOC_DEFAULTS = {"MALLOC_TRIM_THRESHOLD_": str(8 << 20), "MALLOC_MMAP_THRESHOLD_": str(4 << 20)}
+_PATH_VARIABLES = {
+    f"OTEL_EXPORTER_OTLP_{signal}{what}"
+    for signal in ("", "TRACES_", "METRICS_")
+    for what in ("CERTIFICATE", "CLIENT_KEY", "CLIENT_CERTIFICATE")
+} | {"REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "SSL_CERT_FILE", "SSL_CERT_DIR"}
 
 
 @dataclass(frozen=True)
@@ -307,31 +323,6 @@ def prepend_python_path(environ: Mapping[str, str], first: str) -> str:
     return os.pathsep.join([first, *filter(None, [environ.get("PYTHONPATH", "")])])
 
 
-assert set(SETTINGS) <= {field.name for field in fields(Config)}
-
-
-SIDECAR_GUARD = "OTEL_INFER_SIDECAR"
-_STARTUP_IDS = "OTEL_INFER_START"
-_SIDECAR_EXCLUDED = (
-    "LD_PRELOAD",
-    "LD_AUDIT",
-    "CUDA_INJECTION64_PATH",
-    "NVTX_INJECTION64_PATH",
-    "PYTHONPATH",
-)
-
-
-# mallopt(3): columns are allocated and freed in the same sizes, which malloc unmaps and maps anew by default.
-_MALLOC_DEFAULTS = {"MALLOC_TRIM_THRESHOLD_": str(8 << 20), "MALLOC_MMAP_THRESHOLD_": str(4 << 20)}
-
-
-_PATH_VARIABLES = {
-    f"OTEL_EXPORTER_OTLP_{signal}{what}"
-    for signal in ("", "TRACES_", "METRICS_")
-    for what in ("CERTIFICATE", "CLIENT_KEY", "CLIENT_CERTIFICATE")
-} | {"REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "SSL_CERT_FILE", "SSL_CERT_DIR"}
-
-
 def sidecar_environment() -> dict[str, str]:
     """Returns the environment of the sidecar: like this process's, without injection and instrumentation."""
     sent_separately = (
@@ -348,3 +339,6 @@ def sidecar_environment() -> dict[str, str]:
         "OTEL_INFER_ENABLED": "off",
         "CUDA_VISIBLE_DEVICES": "",
     }
+
+
+assert set(SETTINGS) <= {field.name for field in fields(Config)}

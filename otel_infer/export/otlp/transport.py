@@ -161,7 +161,9 @@ class HttpTransport(_SdkTransport):
             response = self._session_send(request, **options)
             content = response.content
         except Exception as error:
-            self._outcome.record_failure(_describe_error(error))
+            # A ValueError was not sent: the exporter retries with a timeout of 0 s when its time has passed.
+            if not isinstance(error, ValueError) or self._outcome.reason == _NOT_SENT:
+                self._outcome.record_failure(_describe_error(error))
             raise
         # The exporter treats a redirect as a success.
         if 200 <= response.status_code < 300:

@@ -162,4 +162,6 @@ def build_dashboard() -> Dashboard:
     """Returns the dashboard Latency breakdown."""
     stages = [DashboardRow(name.capitalize(), _stage_panels(name)) for name in STAGE_DESCRIPTIONS]
     description = "The time of requests in each stage, by host and GPU clock, and single requests."
-    return Dashboard("latency-breakdown", "Latency breakdown", description, [_all_stages_row(), *stages, _requests_row()])
+    return Dashboard(
+        "latency-breakdown", "Latency breakdown", description, [_all_stages_row(), *stages, _requests_row()]
+    )

@@ -212,5 +212,8 @@ def build_dashboard() -> Dashboard:
     """Returns the dashboard Self-monitoring."""
     description = "Hooks, losses, budget and cost of otel_infer itself."
     return Dashboard(
-        "self-monitoring", "Self-monitoring", description, [_hooks_and_drops_row(), _cost_row(), _startup_row()]
+        "self-monitoring",
+        "Self-monitoring",
+        description,
+        [_hooks_and_drops_row(), _cost_row(), _startup_row()],
     )

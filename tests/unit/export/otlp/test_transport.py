@@ -328,6 +328,24 @@ def test_unresolvable_host_name_is_reported(monkeypatch: pytest.MonkeyPatch, bod
     assert SendResult(0, COUNT, "name not resolved") == make_transport(HTTP).send_spans([body], COUNT)
 
 
+def test_a_retry_after_the_deadline_keeps_the_first_reason(
+    monkeypatch: pytest.MonkeyPatch, body: bytes
+) -> None:
+    """The exporter's last attempt has a timeout of 0 s, which `requests` refuses with a ValueError."""
+    errors = iter([ConnectionRefusedError(), *([ValueError("timeout <= 0")] * 9)])
+
+    def refuse(*_: object, **__: object) -> None:
+        raise next(errors)
+
+    monkeypatch.setattr("requests.Session.send", refuse)
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
+    transport = make_transport(HTTP)
+    for _ in range(2):
+        with contextlib.suppress(ConnectionError, ValueError):
+            transport._send_and_record(None)  # type: ignore[attr-defined]
+    assert transport._outcome.reason == "connection refused"  # type: ignore[attr-defined]
+
+
 def test_tls_to_a_plaintext_receiver_is_reported(monkeypatch: pytest.MonkeyPatch, body: bytes) -> None:
     with OtlpReceiver(HTTP) as receiver:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", receiver.endpoint.replace("http:", "https:"))
