@@ -61,7 +61,7 @@ class Cause(NamedTuple):
     unless another cause took it. `pause`: what it stops, if it is a pause; empty if it is none. `is_fault`:
     whether an alert may name it; a request's own work is no fault. `is_warmup`: it happens once, before a
     server has run all its shapes. `slows_decode`: it delays tokens beyond the request's own decode. `change`:
-    what to change first; empty where that depends on the symptom.
+    what to change first; empty where only the symptom decides.
     """
 
     name: str
@@ -80,11 +80,13 @@ CAUSE_TABLE = (
     Cause(
         CAUSE_INGRESS, GROUP_PRE_ENGINE, "#7fb2e5",
         "from the first byte of the request until it is handed to the engine",
+        "make what runs before the engine faster or concurrent: body reads, look-ups, authentication",
         stages=(spans.SPAN_INGRESS,),
     ),
     Cause(
         CAUSE_TOKENIZE, GROUP_PRE_ENGINE, "#a9cdf0",
         "tokenization of the prompt",
+        "shorter prompts, a compiled tokenizer, or more API server processes",
         stages=(spans.SPAN_TOKENIZE,),
     ),
     Cause(
@@ -96,6 +98,7 @@ CAUSE_TABLE = (
     Cause(
         CAUSE_HIDDEN_QUEUE, GROUP_QUEUE, "#f3d27a",
         "handed to the engine, not yet seen by its scheduler",
+        "shorter steps: fewer prompt tokens in each (chunked prefill), or smaller batches; poll for new requests more often",
     ),
     Cause(
         CAUSE_SCHEDULER_QUEUE, GROUP_QUEUE, "#e8b931",
@@ -117,18 +120,21 @@ CAUSE_TABLE = (
     Cause(
         CAUSE_PREFILL, GROUP_OWN_WORK, "#d79bd0",
         "prefill of its own prompt",
+        "shorter or capped prompts, the prefix cache, prefill in smaller chunks",
         stages=(spans.SPAN_PREFILL,),
         is_fault=False,
     ),
     Cause(
         CAUSE_DECODE, GROUP_OWN_WORK, "#74b866",
         "its own tokens: what its steps would have cost alone",
+        "a smaller or quantized model, speculative decoding, or a faster device",
         stages=(spans.SPAN_FORWARD, spans.SPAN_DECODE),
         is_fault=False,
     ),
     Cause(
         CAUSE_BATCHING, GROUP_OWN_WORK, "#b0d99f",
         "what the other sequences of the batch added to its steps",
+        "smaller batches for live traffic, and offline traffic on a replica of its own",
         is_fault=False, slows_decode=True,
     ),
     Cause(
@@ -145,28 +151,32 @@ CAUSE_TABLE = (
     ),
     Cause(
         CAUSE_HOST_BUBBLE, GROUP_HOST, "#c2b3a3",
-        "between two steps of the engine; where a device is timed, all its idle time between them",
+        "between two steps of the engine; where a device is timed, also its idle time within a step",
         "see what the engine's thread does between its steps (py-spy): callbacks, detokenizing, sending",
         slows_decode=True,
     ),
     Cause(
         CAUSE_TRANSFER, GROUP_HOST, "#a8b3a0",
         "copies to the device and from it",
+        "page-locked memory, and fewer copies between host and device",
         stages=(spans.SPAN_H2D, spans.SPAN_D2H),
     ),
     Cause(
         CAUSE_APPLICATION, GROUP_PRE_ENGINE, "#8ec9e8",
         "stages that the application recorded, and the time between two generations of one request",
+        "open the longest of these stages in the trace, and make it faster or concurrent",
         is_fault=False,
     ),
     Cause(
         CAUSE_DETOKENIZE, GROUP_POST_ENGINE, "#9bd8cf",
         "detokenization after the last token",
+        "detokenize while tokens arrive, or in more processes",
         stages=(spans.STAGE_DETOKENIZE,),
     ),
     Cause(
         CAUSE_EGRESS, GROUP_POST_ENGINE, "#6cc0b5",
         "from the last token until the last byte is handed to the socket",
+        "see `infer.send.wait` for slow clients; else move work after the last token out of the request",
         stages=(spans.SPAN_POSTPROCESS,),
     ),
     Cause(
@@ -232,11 +242,13 @@ CAUSE_TABLE = (
     Cause(
         CAUSE_PAUSE, GROUP_STALL, "#ded0f2",
         "another pause of the whole process",
+        "find what stops the process: other work on its cores, a debugger, a suspended container",
         slows_decode=True,
     ),
     Cause(
         CAUSE_UNEXPLAINED, GROUP_UNKNOWN, "#b9bec6",
         "not covered by any measurement",
+        "put `otel_infer.stage` around the code in question, or sample it (py-spy)",
         is_fault=False,
     ),
 )  # fmt: skip

@@ -90,7 +90,7 @@ Each server (`job`) and model has its own budget.
 {windows}
 
 - **A low share.** The error rate cannot exceed 100 %, so a budget of 10 % cannot burn 14.4 times as fast. Such an alert fires at an
-  error rate of 90 %, and reports the factor that this is.
+  error rate of 90 %, and reports the resulting factor.
 - **Little traffic.** With fewer than `minimum` events in the long window there is no alert. The events of `itl` are gaps, and one
   response has many.
 - **A new server.** A window that is longer than the server's history covers what there is. After a bad first hour with {minimum}
@@ -115,16 +115,17 @@ Each server (`job`) and model has its own budget.
 
 ## From an alert to the request
 
-1. **Open the dashboard.** The annotation `dashboard_url` leads to a dashboard with the alert's `job` selected. `runbook_url`
+1. **Open the dashboard.** The annotation `dashboard_url` leads to a dashboard with the alert's `job` selected, if `slo.yaml` has `grafana`. `runbook_url`
    leads to the runbook below, if `slo.yaml` has `runbooks`. Set the time range to the minutes before the alert.
-2. **Find the cause.** On *Overview*, row *Causes of slow requests*, compare *Slow requests: time by cause* with
+2. **Find the cause.** Open *Overview*, if the alert led to another dashboard. In row *Causes of slow requests*, compare *Slow requests: time by cause* with
    *All requests: time by cause*. The band that is wider for slow requests is the cause. [Causes](reference/causes.md) has its change.
 3. **Open a slow request.** In the heatmap *Time to first token* or *Time between tokens*, click a point above the main band.
    Then click *Trace* in its box. [The data source](dashboards.md#from-a-point-to-its-trace) must have exemplars configured.
    Without exemplars, *Latency breakdown*, row *Single requests*, lists slow requests.
 4. **Read its request span.** `infer.latency.top_cause` names its largest cause. `infer.slo.missed` names the objective it missed.
    A span link with `infer.interference.delay` leads to the request that delayed it most.
-5. **Explain it.** Within 120 s run `explain` on the server. Later use the recording that the webhook saved.
+5. **Explain it.** Within 120 s run `explain` on the server. Later use the recording that the webhook saved. Only a `page` goes to the
+   webhook: for a `ticket` or `info`, run `otel-infer dump` on the server now.
 
 ```bash
 otel-infer explain --request 4bf92f3577b34da6                                       # the trace id, or its beginning
@@ -137,7 +138,7 @@ These clicks follow Grafana's documentation. [They were not tested in a real Gra
 
 ## All alerts
 
-| alert | severity | symptom | dashboard |
+| alert | severity | complaint | dashboard |
 |---|---|---|---|
 {all}
 
@@ -261,7 +262,7 @@ def _format_runbook(one: Runbook) -> str:
         f"| severity | {one.severity} |",
         f"| fires after | {one.hold} |",
         f"| meaning | {one.means} |",
-        f"| symptom | {one.complaint} |",
+        f"| complaint | {one.complaint} |",
         f"| change first | {one.change} |",
         f"| dashboard | [{BOARDS[one.board]}](dashboards.md#{BOARDS[one.board].lower().replace(' ', '-')}) |",
         f"\n```promql\n{one.query}\n```\n",

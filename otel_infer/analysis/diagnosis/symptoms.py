@@ -56,12 +56,8 @@ SYMPTOMS = {
 
 
 _CHANGE_BY_SYMPTOM_AND_CAUSE = {
-    (
-        "prefill",
-        semconv.CAUSE_INTERFERENCE,
-    ): "long prompts apart from other traffic, or fewer at the same time; the prefix cache, shorter prompts",
-    ("queueing", semconv.CAUSE_HIDDEN_QUEUE): (
-        "shorter steps: fewer prompt tokens in each (chunked prefill); or let the engine poll for new requests more often"
+    ("prefill", semconv.CAUSE_INTERFERENCE): (
+        "long prompts apart from other traffic, or fewer at the same time; the prefix cache, shorter prompts"
     ),
 }
 """The first change to make, where it differs from the cause's and the symptom's own."""

@@ -326,7 +326,7 @@ CAUSE_ALERTS: Sequence[CauseAlert] = (
         "{{ $labels.job }} loses telemetry: {{ $labels.infer_loss_reason }}",
         "Events or spans are lost. Requests are still served.",
         "traces are missing",
-        "For spans refused or given up, check the collector. For overwritten events, give the sidecar more CPU.",
+        "For `refused` or `queue_full`, check the collector. For `events_overwritten`, give the sidecar more CPU.",
         "self-monitoring",
     ),
     CauseAlert(
