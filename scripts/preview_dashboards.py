@@ -9,11 +9,14 @@ variables. Legends, axes and colours are its own. It needs matplotlib (extra `de
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 import time
+from io import StringIO
 from pathlib import Path
 
 import matplotlib as mpl
+from matplotlib.figure import Figure
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
@@ -39,6 +42,14 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def write_svg(figure: Figure, file: Path) -> None:
+    """Writes coordinates with two decimals, which makes the file a third smaller."""
+    out = StringIO()
+    with mpl.rc_context(SVG_STYLE):
+        figure.savefig(out, format="svg", metadata={"Date": None})
+    file.write_text(re.sub(r"(\d\.\d\d)\d+", r"\1", out.getvalue()), encoding="utf-8")
+
+
 def main() -> int:
     arguments = parse_arguments()
     end = arguments.end or time.time()
@@ -49,8 +60,7 @@ def main() -> int:
     try:
         for name, dashboard in dashboards.build_dashboards().items():
             file = arguments.out / Path(name).with_suffix(".svg")
-            with mpl.rc_context(SVG_STYLE):
-                draw_dashboard(dashboard, prometheus, time_range).savefig(file, metadata={"Date": None})
+            write_svg(draw_dashboard(dashboard, prometheus, time_range), file)
             print(f"{file}: {file.stat().st_size / 1e3:.0f} kB")
     except PrometheusError as error:
         print(f"preview_dashboards: {error}", file=sys.stderr)
