@@ -13,6 +13,8 @@ VERIFIED_GPU, GPU_CODE_UNCHANGED = "H100", False
 """The GPU on which `python -m benchmarks.gpu_verify` passed, and whether the code that times devices is
 unchanged since then. A test compares both with the measured results.
 """
-GPU_TIMING_STATUS = f"verified on an NVIDIA {VERIFIED_GPU}, unverified " + (
-    "on others" if GPU_CODE_UNCHANGED else "since its code was changed, and on others"
+GPU_TIMING_STATUS = f"verified on an NVIDIA {VERIFIED_GPU}" + (
+    ", unverified on other GPUs"
+    if GPU_CODE_UNCHANGED
+    else " by earlier code, unverified with the present code and on other GPUs"
 )
