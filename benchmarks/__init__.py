@@ -1,5 +1,5 @@
-"""What otel_infer costs, measured on the machine at hand, each figure with its control: `python -m benchmarks`.
+"""Measures the cost of otel_infer on this machine, with a control for each figure: `python -m benchmarks`.
 
-A figure is a ratio inside one run, never a number from another machine. Blocks with and without our hooks alternate in one
-process; two kinds of uninstrumented block are compared as well, and where those differ the line says INCONCLUSIVE.
+Each figure is a ratio or a difference within one run. Blocks with and without hooks alternate in one process. Bare
+blocks are also compared with bare blocks; if they differ, the line is INCONCLUSIVE.
 """

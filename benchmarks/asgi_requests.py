@@ -1,9 +1,7 @@
-"""What an HTTP request costs the server beyond itself: ours against opentelemetry-instrumentation-fastapi, which makes the
-same SERVER span with the stock SDK.
+"""Measures the CPU time that an HTTP request adds to the server: otel_infer against opentelemetry-instrumentation-fastapi.
 
-CPU time of the whole server process, so theirs includes the thread that exports, and ours does not include the sidecar,
-which has a line of its own. Twice: *in a row* calls the ASGI application directly, with no socket, request after request;
-*at a fixed rate* is uvicorn, asked by another process.
+Both make the same SERVER span. CPU time is of the whole server process, with contrib's exporting thread and without our sidecar, which
+has rows of its own. *In a row* calls the ASGI application directly. *At 200/s* is uvicorn, with a client in another process.
 """
 
 from __future__ import annotations
@@ -29,114 +27,111 @@ from benchmarks.verdict import (
     Figure,
     Gate,
     Line,
-    against_itself,
-    bootstrapped,
-    exactly,
-    line,
-    median,
-    or_charged,
+    bootstrap_figure,
+    estimate_median,
+    make_control,
+    make_exact,
+    make_line,
+    relax_control,
 )
 from otel_infer import semconv
 
 FACTOR = 5.0
 RATE = 200.0
-"""Requests a second, of the fixed rate."""
-WARM = 20
+"""Requests per second of the fixed rate."""
+WARM_UP = 20
 """Requests before each block that do not count."""
-BARE, AGAIN, OURS, THEIRS, THEIRS_ALL = "bare", "bare again", "ours", "contrib", "contrib, as it comes"
+BARE, AGAIN, OURS, THEIRS, THEIRS_DEFAULT = "bare", "bare again", "ours", "contrib", "contrib by default"
 
-Ask = Callable[[System, str, int], Awaitable[None]]
-"""Has the system asked for the path so many times."""
+SendRequests = Callable[[System, str, int], Awaitable[None]]
+"""Sends this many requests for a path to a system."""
 
 
 class Size(NamedTuple):
-    """Requests of a block, and how many blocks of each system."""
+    """Requests per block, and blocks of each system."""
 
     requests: int
     rounds: int
 
 
-class Found(NamedTuple):
-    """CPU ns per request, of each round by system; `sidecar` likewise, over all rounds."""
+class RequestCosts(NamedTuple):
+    """CPU ns per request: of the server by system and round, and of the sidecar over all rounds."""
 
     server: dict[str, list[float]]
     sidecar: float
 
 
 def measure(quick: bool) -> list[Line]:
-    """Both ways of asking, both routes."""
-    return asyncio.run(_measured(quick))
+    """Measures both routes, in a row and at a fixed rate."""
+    return asyncio.run(_measure_all(quick))
 
 
-async def _measured(quick: bool) -> list[Line]:
+async def _measure_all(quick: bool) -> list[Line]:
     lines: list[Line] = []
     with Receiver() as receiver, Exporting(receiver.endpoint) as exporting:
-        mine, others = machine.cores()
+        mine, others = machine.choose_cores()
         machine.pin_process(receiver.pid, others)
         stock = Stock(receiver.endpoint)
-        systems = _systems(stock)
+        bare, ours = asgi_systems.make_bare(BARE), asgi_systems.make_ours(OURS)
+        systems = [
+            bare,
+            ours,
+            asgi_systems.make_contrib(THEIRS, stock, server_span_only=True),
+            asgi_systems.make_contrib(THEIRS_DEFAULT, stock, server_span_only=False),
+        ]
         machine.pin_process(os.getpid(), mine)
         expected = 0
-        async with _served(systems, others) as at_fixed_rate:
-            ways = (
-                ("in a row", in_a_row, Size(40, 3) if quick else Size(300, 60)),
-                (f"at {RATE:.0f}/s", at_fixed_rate, Size(20, 2) if quick else Size(200, 25)),
-            )
-            for said, ask, size in ways:
-                for path, kind in ((JSON, "JSON"), (STREAM, f"{asgi_systems.CHUNKS} chunks")):
-                    await _rounds(systems, ask, path, Size(size.requests, 1), exporting)
-                    found = await _rounds(systems, ask, path, size, exporting)
-                    expected += (WARM + size.requests) * (size.rounds + 1)
-                    lines += lines_of(f"ASGI request, {kind}, {said}", found, gated=ask is in_a_row)
+        async with _serve_systems([bare, ours], others) as send_at_rate:
+            for name, send, compared, size in (
+                ("in a row", call_in_sequence, systems, Size(40, 3) if quick else Size(300, 60)),
+                (f"at {RATE:.0f}/s", send_at_rate, [bare, ours], Size(20, 2) if quick else Size(200, 25)),
+            ):
+                for path, route in ((JSON, "JSON"), (STREAM, f"{asgi_systems.CHUNKS} chunks")):
+                    await _measure_rounds(compared, send, path, Size(size.requests, 1), exporting)
+                    costs = await _measure_rounds(compared, send, path, size, exporting)
+                    expected += (WARM_UP + size.requests) * (size.rounds + 1)
+                    lines += make_lines(f"ASGI request, {route}, {name}", costs)
         stock.close()
-        lines += _spans_lines(receiver.counted(), expected)
+        lines.append(_make_span_line(receiver.read_counts(), expected))
     return lines
 
 
-def _systems(stock: Stock) -> list[System]:
-    return [
-        asgi_systems.bare(BARE),
-        asgi_systems.ours(),
-        asgi_systems.contrib(THEIRS, stock, server_span_only=True),
-        asgi_systems.contrib(THEIRS_ALL, stock, server_span_only=False),
-    ]
-
-
-async def _rounds(systems: list[System], ask: Ask, path: str, size: Size, exporting: Exporting) -> Found:
-    """A block of each system per round, and a second one of the bare one, in an order drawn anew."""
-    chance, found = random.Random(1), {name: [] for name in (BARE, AGAIN, OURS, THEIRS, THEIRS_ALL)}
-    blocks = [*zip(systems, (BARE, OURS, THEIRS, THEIRS_ALL)), (systems[0], AGAIN)]
-    sidecar = 0
+async def _measure_rounds(
+    systems: list[System], send: SendRequests, path: str, size: Size, exporting: Exporting
+) -> RequestCosts:
+    """Runs a block of each system per round, and a second bare one, in random order."""
+    blocks = [(system, system.name) for system in systems] + [(systems[0], AGAIN)]
+    rng, server, sidecar = random.Random(1), {name: list[float]() for _, name in blocks}, 0
     for _ in range(size.rounds):
-        for system, name in chance.sample(blocks, len(blocks)):
-            began = machine.cpu_ns(exporting.pid)
-            found[name].append(await _block(system, ask, path, size.requests))
+        for system, name in rng.sample(blocks, len(blocks)):
+            began = machine.read_cpu_ns(exporting.pid)
+            server[name].append(await _measure_block(system, send, path, size.requests))
             if name == OURS:
                 exporting.flush()
-                sidecar += machine.cpu_ns(exporting.pid) - began
-    return Found(found, sidecar / size.rounds / (WARM + size.requests))
+                sidecar += machine.read_cpu_ns(exporting.pid) - began
+    return RequestCosts(server, sidecar / size.rounds / (WARM_UP + size.requests))
 
 
-async def _block(system: System, ask: Ask, path: str, requests: int) -> float:
-    """CPU ns of this process per request. Garbage of those before is theirs, and the interpreter has got used to the hooks."""
-    system.put_on()
-    await in_a_row(system, path, WARM)
+async def _measure_block(system: System, send: SendRequests, path: str, requests: int) -> float:
+    """Returns the CPU ns of this process per request. Before, the code is warmed up and garbage of other blocks is collected."""
+    system.switch_on()
+    await call_in_sequence(system, path, WARM_UP)
     system.flush()
     gc.collect()
     began = time.process_time_ns()
-    await ask(system, path, requests)
+    await send(system, path, requests)
     system.flush()
     taken = time.process_time_ns() - began
-    system.take_off()
+    system.switch_off()
     return taken / requests
 
 
-# ── two ways of asking ───────────────────────────────────────────────────────────────────────────────────────────
+# ── requests in a row and at a fixed rate ────────────────────────────────────────────────────────────────────────
 
 
-async def in_a_row(system: System, path: str, requests: int) -> None:
-    """The ASGI application, called as a server calls it."""
-    scope, left = _scope(path), asyncio.Event()
+async def call_in_sequence(system: System, path: str, requests: int) -> None:
+    """Calls the ASGI application as a server does."""
+    scope, disconnected = _make_scope(path), asyncio.Event()
 
     async def send(message: dict[str, Any]) -> None:
         pass
@@ -146,13 +141,13 @@ async def in_a_row(system: System, path: str, requests: int) -> None:
 
         async def receive(bodies: list[dict[str, Any]] = bodies) -> dict[str, Any]:
             if not bodies:
-                await left.wait()  # a client that stays
+                await disconnected.wait()  # never set: the client stays
             return bodies.pop()
 
         await system.app(dict(scope), receive, send)
 
 
-def _scope(path: str) -> dict[str, Any]:
+def _make_scope(path: str) -> dict[str, Any]:
     headers = [(b"host", b"127.0.0.1:8000"), (b"content-length", b"%d" % len(BODY))]
     return {
         "type": "http",
@@ -172,8 +167,8 @@ def _scope(path: str) -> dict[str, Any]:
 
 
 @contextlib.asynccontextmanager
-async def _served(systems: list[System], others: set[int]) -> AsyncIterator[Ask]:
-    """Each system behind a uvicorn of this process, asked by a client in another."""
+async def _serve_systems(systems: list[System], others: set[int]) -> AsyncIterator[SendRequests]:
+    """Serves each system with a uvicorn of this process, and yields the client, which runs in another process."""
     import uvicorn
 
     client, ports, servers = Client(), {}, []
@@ -185,11 +180,11 @@ async def _served(systems: list[System], others: set[int]) -> AsyncIterator[Ask]
             await asyncio.sleep(0.01)
         ports[system.name] = server.servers[0].sockets[0].getsockname()[1]
 
-    async def ask(system: System, path: str, requests: int) -> None:
-        await asyncio.to_thread(client.ask, ports[system.name], path, requests, RATE)
+    async def send(system: System, path: str, requests: int) -> None:
+        await asyncio.to_thread(client.send_requests, ports[system.name], path, requests, RATE)
 
     try:
-        yield ask
+        yield send
     finally:
         client.close()
         for server, serving in servers:
@@ -197,54 +192,60 @@ async def _served(systems: list[System], others: set[int]) -> AsyncIterator[Ask]
             await serving
 
 
-# ── what follows ─────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the rows ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def lines_of(said: str, found: Found, gated: bool = True) -> list[Line]:
-    """The gate, and under it what it was made of. At a fixed rate there is none: the bare server, whose caches are cold for
-    each request, varies by more than what is to be told apart."""
-    server = {name: np.asarray(column) for name, column in found.server.items()}
+def make_lines(claim: str, costs: RequestCosts) -> list[Line]:
+    """Returns the comparison with contrib, if it was measured, and the costs in µs.
+
+    At a fixed rate contrib is not measured: caches are cold, and the bare server varies by more than the difference.
+    """
+    server = {name: np.asarray(column) for name, column in costs.server.items()}
     usual = (server[BARE] + server[AGAIN]) / 2
-    ours, theirs, all_theirs = (server[name] - usual for name in (OURS, THEIRS, THEIRS_ALL))
-    off = abs(median(server[AGAIN] - server[BARE]).value)
-    control = against_itself(median(server[AGAIN] / server[BARE] - 1))
-    control = or_charged(control, times(all_theirs, ours + off), Gate(FACTOR, at_least=True))
-    note = f"uninstrumented {median(usual).value / 1000:.0f} µs, contrib without a span per message {_said(median(theirs))} µs more"
-    gate = Gate(FACTOR, at_least=True) if gated else None
-    both = ours + found.sidecar
+    ours = server[OURS] - usual
+    note = f"uninstrumented {estimate_median(usual).value / 1000:.0f} µs"
+    lines = [
+        make_line(f"{claim}: server", "µs", estimate_median(ours).scale_by(1 / 1000), note=note),
+        make_line(f"{claim}: sidecar", "µs", make_exact(costs.sidecar / 1000)),
+    ]
+    if THEIRS not in server:
+        return lines
+    theirs, theirs_default = server[THEIRS] - usual, server[THEIRS_DEFAULT] - usual
+    gate = Gate(FACTOR, at_least=True)
+    difference = abs(estimate_median(server[AGAIN] - server[BARE]).value)
+    control = make_control(estimate_median(server[AGAIN] / server[BARE] - 1))
+    control = relax_control(control, divide_costs(theirs_default, ours + difference), gate)
+    note = f"contrib without a span per message {_format_figure(estimate_median(theirs))} µs"
+    below, single = divide_costs(theirs_default, ours), divide_costs(theirs, ours)
+    with_sidecar = divide_costs(theirs, ours + costs.sidecar)
     return [
-        line(f"{said}: below contrib, server", "×", times(all_theirs, ours), gate, control, note),
-        line(f"{said}: below contrib without a span per message, server", "×", times(theirs, ours)),
-        line(f"{said}: below contrib without those, sidecar and server", "×", times(theirs, both)),
-        line(f"{said}: server", "µs", median(ours).scaled(1 / 1000)),
-        line(f"{said}: sidecar", "µs", exactly(found.sidecar / 1000)),
+        make_line(f"{claim}: below contrib, server", "×", below, gate, control, note),
+        make_line(f"{claim}: below contrib without a span per message, server", "×", single),
+        make_line(
+            f"{claim}: below contrib without a span per message, sidecar and server", "×", with_sidecar
+        ),
+        *lines,
     ]
 
 
-def times(theirs: Sequence[float], ours: Sequence[float]) -> Figure:
-    """How many times less ours is, by medians over rounds; a cost that cannot be told from 0 is endlessly less."""
+def divide_costs(theirs: Sequence[float], ours: Sequence[float]) -> Figure:
+    """Returns the ratio of the medians over rounds; infinity if our cost is not above 0."""
     above, below = np.asarray(theirs), np.asarray(ours)
 
-    def ratio(rows: Any) -> float:
+    def divide_medians(rows: Any) -> float:
         cost = float(np.median(below[rows]))
         return float(np.median(above[rows])) / cost if cost > 0 else float("inf")
 
-    return bootstrapped(len(above), ratio)
+    return bootstrap_figure(len(above), divide_medians)
 
 
-def _said(figure: Figure) -> str:
+def _format_figure(figure: Figure) -> str:
     return f"{figure.value / 1000:.1f} [{figure.low / 1000:.1f}, {figure.high / 1000:.1f}]"
 
 
-def _spans_lines(arrived: dict[str, Any], expected: int) -> list[Line]:
-    """All three make the same span for each request, no more and no less; the stock SDK drops what its queue has no room for."""
-    servers = arrived["servers"]
-    ours, all_of_them = servers.get(semconv.SCOPE, 0), sum(servers.values())
-    theirs, doubled = all_of_them - ours, arrived["spans"] - arrived["unique"]
+def _make_span_line(arrived: dict[str, Any], expected: int) -> Line:
+    """Returns the row of our SERVER spans, of which there is one per request."""
+    ours, doubled = arrived["servers"].get(semconv.SCOPE, 0), arrived["spans"] - arrived["unique"]
     note = f"{expected:,} expected, {ours:,} arrived"
-    more = f"{2 * expected:,} expected, {theirs:,} arrived; {arrived['spans'] - all_of_them:,} others of contrib as it comes"
-    claim = "ASGI request: SERVER spans lost or doubled"
-    return [
-        line(f"{claim}, ours", "", exactly(abs(expected - ours) + doubled), Gate(0), None, note),
-        line(f"{claim}, contrib's", "", exactly(abs(2 * expected - theirs)), note=more),
-    ]
+    wrong = make_exact(abs(expected - ours) + doubled)
+    return make_line("ASGI request: SERVER spans lost or doubled, ours", "", wrong, Gate(0), note=note)

@@ -1,7 +1,7 @@
-"""A FastAPI application, and who may watch it: nobody, otel_infer, or opentelemetry-instrumentation-fastapi.
+"""A FastAPI application: uninstrumented, with otel_infer, and with opentelemetry-instrumentation-fastapi.
 
-All of them live in one process, so that what is compared shares one memory and one processor. Ours hooks classes and is
-put on and taken off around each block; theirs is put on an application of its own, once.
+All of them run in one process. otel_infer hooks classes, and is switched on and off around each block. Contrib
+instruments an application of its own, once.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from benchmarks.stock import Stock
 
 CHUNKS = 20
 JSON, STREAM = "/answers", "/streams"
-"""Both are asked with POST: requests that change nothing are left alone by us, and so would cost nothing."""
+"""Both routes are POST, because otel_infer skips requests that change nothing."""
 SERVER_SPAN_ONLY = ("receive", "send")
 MISSING = "pip install opentelemetry-instrumentation-fastapi fastapi uvicorn"
 
@@ -21,21 +21,21 @@ App = Callable[..., Any]
 
 
 class System(NamedTuple):
-    """An application and who watches it. `flush`: has what it holds back exported, which is work of the server."""
+    """An application with its instrumentation. `flush`: exports what the server still holds."""
 
     name: str
     app: App
-    put_on: Callable[[], None]
-    take_off: Callable[[], None]
+    switch_on: Callable[[], None]
+    switch_off: Callable[[], None]
     flush: Callable[[], None]
 
 
-def nothing() -> None:
-    """Of a system that has nothing to do there."""
+def do_nothing() -> None:
+    """Replaces a function that a system does not need."""
 
 
-def application() -> Any:
-    """One route that answers with JSON, and one that streams."""
+def make_application() -> Any:
+    """Returns an application with a route that answers with JSON, and one that streams."""
     try:
         from fastapi import FastAPI
         from fastapi.responses import StreamingResponse
@@ -50,42 +50,42 @@ def application() -> Any:
 
     @app.post(STREAM)
     async def streams() -> StreamingResponse:
-        return StreamingResponse(_chunks(), media_type="text/event-stream")
+        return StreamingResponse(_stream_chunks(), media_type="text/event-stream")
 
     return app
 
 
-async def _chunks() -> AsyncIterator[bytes]:
+async def _stream_chunks() -> AsyncIterator[bytes]:
     for number in range(CHUNKS):
         yield b'data: {"token": %d}\n\n' % number
 
 
-def bare(name: str) -> System:
-    """The application as it came."""
-    return System(name, application(), nothing, nothing, nothing)
+def make_bare(name: str) -> System:
+    """Returns the uninstrumented application."""
+    return System(name, make_application(), do_nothing, do_nothing, do_nothing)
 
 
-def ours() -> System:
-    """otel_infer; what is stated needs no flushing, since that is the sidecar's work."""
+def make_ours(name: str) -> System:
+    """Returns the application with otel_infer, whose events the sidecar exports."""
     from otel_infer.instrumentation import asgi
 
-    def put_on() -> None:
+    def install_hooks() -> None:
         asgi.instrumentor.install()
         if asgi.instrumentor.status.drift:
             raise RuntimeError(f"not instrumented: {asgi.instrumentor.status.drift}")
 
-    app = asgi.wrap(application())
-    return System("ours", app, put_on, asgi.instrumentor.remove, nothing)
+    app = asgi.wrap(make_application())
+    return System(name, app, install_hooks, asgi.instrumentor.remove, do_nothing)
 
 
-def contrib(name: str, stock: Stock, server_span_only: bool) -> System:
-    """opentelemetry-instrumentation-fastapi with the stock SDK; as it comes, each message is a span as well."""
+def make_contrib(name: str, stock: Stock, server_span_only: bool) -> System:
+    """Returns the application with contrib and the stock SDK. By default each ASGI message has a span."""
     try:
         from opentelemetry.instrumentation.fastapi import FastAPIInstrumentor
     except ModuleNotFoundError as reason:
         raise SystemExit(f"{reason}: {MISSING}") from None
 
-    app = application()
-    without = list(SERVER_SPAN_ONLY) if server_span_only else None
-    FastAPIInstrumentor.instrument_app(app, tracer_provider=stock.provider, exclude_spans=without)
-    return System(name, app, nothing, nothing, stock.flush)
+    app = make_application()
+    excluded = list(SERVER_SPAN_ONLY) if server_span_only else None
+    FastAPIInstrumentor.instrument_app(app, tracer_provider=stock.provider, exclude_spans=excluded)
+    return System(name, app, do_nothing, do_nothing, stock.flush)

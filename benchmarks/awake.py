@@ -1,9 +1,9 @@
-"""Keeps one core awake, at next to no cost to anybody else: a loop that hardly runs where anybody else wants to (SCHED_IDLE).
+"""Keeps a core awake with a loop at SCHED_IDLE, which runs only while nothing else wants the core.
 
-python -m benchmarks.awake CORE      ends with its standard input
+python -m benchmarks.awake CORE ends with its standard input
 
-A core that has just slept is slower than one that is busy, and who wakes up often is charged with more CPU time for the
-same work: by 40 % on a virtual machine, whose clock nobody inside can fix. Servers that run models do not sleep.
+A core that just slept takes up to 40 % more CPU time for the same work on a virtual machine, whose clock cannot be
+fixed from inside. Servers that run models do not sleep.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def awake(cores: set[int] | None = None) -> Iterator[None]:
-    """Keeps these cores awake, else all of this process; elsewhere than on Linux, does nothing.
+def keep_awake(cores: set[int] | None = None) -> Iterator[None]:
+    """Keeps these cores awake, or all cores of this process. Does nothing without SCHED_IDLE (Linux).
 
-    To Linux SCHED_IDLE is a weight (3 to 1024) and not a last place: beside a thread that never sleeps the loop gets 0.3 % of
-    the core, in turns of a whole tick (4 ms). A loop that never sleeps needs it least, and its p99 shows it.
+    SCHED_IDLE is a weight (3 of 1024). Beside a thread that never sleeps the loop gets 0.3 % of the core, one tick
+    (4 ms) at a time. So exclude the core of such a thread: its p99 would include the tick.
     """
     wanted = (cores or os.sched_getaffinity(0)) if hasattr(os, "SCHED_IDLE") else set()
     command = [sys.executable, "-m", "benchmarks.awake"]
@@ -36,7 +36,7 @@ def awake(cores: set[int] | None = None) -> Iterator[None]:
 
 
 def main(core: int) -> None:
-    """Until nobody holds the other end of standard input."""
+    """Runs until standard input is closed."""
     os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     os.sched_setaffinity(0, {core})
     threading.Thread(target=lambda: (sys.stdin.read(), os._exit(0)), daemon=True).start()

@@ -1,7 +1,6 @@
-"""Blocks of steps, hooked and bare in turn, and what follows from them.
+"""Runs blocks of steps with and without hooks in turn, and compares them.
 
-A step which others disturbed says who the `neighbours` are, so gates are about the undisturbed ones, and the figure of all
-stands beside it.
+The gates apply to steps that no other machine disturbed (`neighbours`). The figure of all steps is listed beside them.
 """
 
 from __future__ import annotations
@@ -20,30 +19,30 @@ from benchmarks.verdict import (
     Figure,
     Gate,
     Line,
-    against_itself,
-    all_of,
-    line,
-    quantile_ratio,
-    times_less,
+    combine_controls,
+    compare_percentiles,
+    divide_figures,
+    make_control,
+    make_line,
 )
 
 P50_LIMIT, P99_LIMIT, STOCK_FACTOR = 1.0, 2.0, 100.0
-"""The gates: % of p50, % of p99, and how many times less than the stock SDK."""
+"""Gates: % of p50, % of p99, and the factor below the stock SDK."""
 STOCK_PRECISION = 20
-"""What the stock SDK adds must be known to one part in so many."""
-PATIENCE = 3
-"""How many times as many rounds as wanted are run, at most, until enough steps were undisturbed."""
-LEAST = 5
+"""The control of the stock SDK may be off by this fraction (1/20) of its cost."""
+MAX_TIMES_ROUNDS = 3
+"""Largest number of rounds, as a multiple of the wanted ones, until enough steps are undisturbed."""
+MIN_UNDISTURBED = 5
 """Undisturbed steps that each block of a round must have."""
-MOSTLY, ENOUGH = 0.8, 0.5
-"""Of the steps of the wanted rounds, the share of undisturbed ones with which it is done, and without which nothing is said."""
-ALIKE = 0.25
-"""How much rarer undisturbed steps may be under the hooks, as a share, before they are no longer the same ones."""
+TARGET_SHARE, MIN_SHARE = 0.8, 0.5
+"""Shares of undisturbed steps in the wanted rounds: the first ends the measurement, the second is needed for a verdict."""
+MAX_LESS_UNDISTURBED = 0.25
+"""How much rarer undisturbed steps may be with hooks, as a share, for a verdict."""
 
 
 class Block(NamedTuple):
-    """Steps in order, ns each: by the clock on the wall, CPU time of the thread that ran them, and the probe of `neighbours`
-    right after each, which may be in multiples of its usual time (1 where nobody asked)."""
+    """Steps in order, ns: wall clock, CPU time of their thread, and the probe of `neighbours` after each step. The probe may also be
+    a multiple of its usual time."""
 
     wall: np.ndarray
     cpu: np.ndarray
@@ -51,164 +50,173 @@ class Block(NamedTuple):
 
 
 class Rounds(NamedTuple):
-    """One block of each kind per round: bare, hooked, and bare again as the control."""
+    """One block of each kind per round: bare, hooked, and a second bare one as the control."""
 
     bare: list[Block]
     hooked: list[Block]
     again: list[Block]
 
-    def undisturbed(self, limit: neighbours.Limit = neighbours.LIMIT) -> Rounds:
-        """The steps whose probe took no longer than that, of the rounds that have some in each block."""
+    def select_undisturbed(self, limit: neighbours.Limit = neighbours.LIMIT) -> Rounds:
+        """Returns the undisturbed steps of the rounds that have enough of them in each block."""
         probes = np.concatenate([block.probe for kind in self for block in kind])
-        most = neighbours.undisturbed_below(probes, limit)
+        longest = neighbours.compute_limit(probes, limit)
         kept = [
-            [Block(*(column[block.probe <= most] for column in block)) for block in kind] for kind in self
+            [Block(*(column[block.probe <= longest] for column in block)) for block in kind] for kind in self
         ]
-        rounds = [blocks for blocks in zip(*kept) if min(len(block.probe) for block in blocks) >= LEAST]
+        rounds = [
+            blocks for blocks in zip(*kept) if min(len(block.probe) for block in blocks) >= MIN_UNDISTURBED
+        ]
         return Rounds(*([blocks[kind] for blocks in rounds] for kind in range(3)))
 
-    def steps(self) -> list[int]:
-        """How many there are, bare, hooked and bare again."""
+    def count_steps(self) -> list[int]:
+        """Returns the numbers of steps of the three kinds."""
         return [sum(len(block.probe) for block in kind) for kind in self]
 
-    def share(self, quiet: Rounds, wanted: int) -> float:
-        """How many of the steps that so many rounds have these undisturbed ones are, of the kind that has fewest."""
-        return min(quiet.steps()) / (wanted * len(self.bare[0].probe))
+    def compute_share(self, undisturbed: Rounds, wanted: int) -> float:
+        """Returns the undisturbed share of the steps of the wanted rounds, of the kind with the fewest."""
+        return min(undisturbed.count_steps()) / (wanted * len(self.bare[0].probe))
 
     def is_enough(self, wanted: int) -> bool:
-        """Whether it is done: so many rounds, and of their steps enough were undisturbed."""
-        return len(self.bare) >= wanted and self.share(self.undisturbed(), wanted) >= MOSTLY
+        """Returns whether there are enough rounds with enough undisturbed steps."""
+        return (
+            len(self.bare) >= wanted and self.compute_share(self.select_undisturbed(), wanted) >= TARGET_SHARE
+        )
 
-    def judged(self, wanted: int, limit: neighbours.Limit = neighbours.LIMIT) -> tuple[Rounds, Control]:
-        """What the gates are about: the undisturbed steps, or all where those are too few to say anything."""
-        quiet = self.undisturbed(limit)
-        bare, hooked, _ = (few / all_ for few, all_ in zip(quiet.steps(), self.steps()))
-        said = f"{bare:.0%} of the steps undisturbed, hooked {hooked:.0%}"
-        enough = self.share(quiet, wanted) >= ENOUGH
-        return quiet if enough else self, Control(said, enough and hooked >= (1 - ALIKE) * bare)
+    def select_judged(
+        self, wanted: int, limit: neighbours.Limit = neighbours.LIMIT
+    ) -> tuple[Rounds, Control]:
+        """Returns the steps for the gates: the undisturbed ones, or all if there are too few of them."""
+        undisturbed = self.select_undisturbed(limit)
+        bare, hooked, _ = (part / whole for part, whole in zip(undisturbed.count_steps(), self.count_steps()))
+        text = f"{bare:.0%} of the steps undisturbed, hooked {hooked:.0%}"
+        enough = self.compute_share(undisturbed, wanted) >= MIN_SHARE
+        return undisturbed if enough else self, Control(
+            text, enough and hooked >= (1 - MAX_LESS_UNDISTURBED) * bare
+        )
 
 
 Figures = tuple[Figure, Figure, Figure, Figure]
 """p50 and its control, p99 and its control, as shares."""
 
 
-class Hooked(Protocol):
-    """Something that can be put on an engine and taken off again, both outside the time that is measured."""
+class Switchable(Protocol):
+    """A variant that is switched on and off outside the measured time."""
 
-    def put_on(self) -> None: ...
+    def switch_on(self) -> None: ...
 
-    def take_off(self) -> None: ...
+    def switch_off(self) -> None: ...
 
 
-def run_steps(step: Callable[[], None], count: int) -> Block:
-    """So many steps, each timed, and after each the probe."""
+def run_steps(step: Callable[[], object], count: int) -> Block:
+    """Times each step, and a probe after it."""
     columns = np.empty((3, count), np.int64)
     for i in range(count):
         wall, cpu = time.perf_counter_ns(), time.thread_time_ns()
         step()
         cpu = time.thread_time_ns() - cpu
-        columns[:, i] = time.perf_counter_ns() - wall, cpu, neighbours.probe()
+        columns[:, i] = time.perf_counter_ns() - wall, cpu, neighbours.time_probe()
     return Block(*columns)
 
 
-def alternating(
+def run_alternating(
     run: Callable[[], Block],
-    hooks: Hooked,
+    variant: Switchable,
     rounds: int,
     after: Callable[[], None] | None = None,
-    patience: int = PATIENCE,
+    max_times_rounds: int = MAX_TIMES_ROUNDS,
 ) -> Rounds:
-    """Rounds of three blocks in an order drawn anew for each: so many, and more until enough was undisturbed, or patience ends.
+    """Runs rounds of three blocks in random order, until enough steps are undisturbed.
 
-    The hooks go on before every block, and off again before a bare one, so that all blocks begin alike; `after` is called
-    after each hooked one.
+    The variant is switched on before each block, and off again before a bare one, so that all blocks begin alike. `after` is
+    called after each block with the variant.
     """
-    chance, found = random.Random(1), Rounds([], [], [])
-    while len(found.bare) < patience * rounds:
-        for kind in chance.sample(range(3), 3):
-            hooks.put_on()
+    rng, measured = random.Random(1), Rounds([], [], [])
+    while len(measured.bare) < max_times_rounds * rounds:
+        for kind in rng.sample(range(3), 3):
+            variant.switch_on()
             if kind != 1:
-                hooks.take_off()
-            found[kind].append(run())
+                variant.switch_off()
+            measured[kind].append(run())
             if kind == 1:
-                hooks.take_off()
+                variant.switch_off()
                 if after is not None:
                     after()
-        if found.is_enough(rounds):
+        if measured.is_enough(rounds):
             break
-    return found
+    return measured
 
 
-def overhead(rounds: Rounds, clock: str) -> Figures:
-    """By this clock, as shares: p50 and its control, p99 and its control.
+def compute_overhead(rounds: Rounds, clock: str) -> Figures:
+    """Returns p50 and its control, p99 and its control by this clock, as shares.
 
-    The machine's own pace changes from one second to the next, by more than hooks cost. So each step counts as a multiple of
-    the median step of a bare block of its round: a hooked one of each, a bare one of the other. If hooks cost nothing, both
-    are the same then, however pace is distributed; all rounds are taken together.
+    The pace of the machine changes within seconds by more than the cost of hooks. So each step counts as a multiple of the median
+    step of a bare block of its round: a hooked step of each of the two, a bare step of the other one. Without a cost both have the
+    same distribution, however pace is distributed. Percentiles are over all rounds.
     """
     bare, hooked, again = ([getattr(block, clock) for block in kind] for kind in rounds)
-    on, one, other = [], [], []
+    with_hooks, first_bare, second_bare = [], [], []
     for first, between, last in zip(bare, hooked, again):
         usual, usual_again = np.median(first), np.median(last)
-        on.append(np.concatenate([between / usual, between / usual_again]))
-        one.append(first / usual_again)
-        other.append(last / usual)
-    off = [np.concatenate(pair) for pair in zip(one, other)]
-    p50, p99 = (quantile_ratio(on, off, percent) for percent in (50, 99))
-    p50_control, p99_control = (quantile_ratio(other, one, percent) for percent in (50, 99))
+        with_hooks.append(np.concatenate([between / usual, between / usual_again]))
+        first_bare.append(first / usual_again)
+        second_bare.append(last / usual)
+    without = [np.concatenate(pair) for pair in zip(first_bare, second_bare)]
+    p50, p99 = (compare_percentiles(with_hooks, without, percent) for percent in (50, 99))
+    p50_control, p99_control = (compare_percentiles(second_bare, first_bare, percent) for percent in (50, 99))
     return p50, p50_control, p99, p99_control
 
 
-def lines_of(
+def make_lines(
     loop: str, ours: Rounds, wanted: int, stock: Rounds, limit: neighbours.Limit = neighbours.LIMIT
 ) -> list[Line]:
-    """The rows of one loop: p50 and p99 by CPU time and by the wall clock, and against the stock SDK.
+    """Returns the rows of a loop: p50 and p99 by CPU time and wall clock, and the comparison with the stock SDK.
 
-    Slower is a loop by the wall clock: the thread in which the stock SDK exports takes the GIL, not the engine's CPU time.
+    The gate against the stock SDK uses the wall clock, because its exporting thread takes the GIL, not CPU time of the engine's thread.
     """
-    found = []
-    judged, undisturbed = ours.judged(wanted, limit)
-    for clock, said in (("cpu", "CPU time"), ("wall", "wall clock")):
-        figures = overhead(judged, clock)
-        note = f"bare p50 {_p50(judged.bare, clock):.0f} µs, hooked {_p50(judged.hooked, clock):.0f} µs"
-        found += gated(loop, said, figures, undisturbed, note)
-        everything = overhead(ours, clock)
-        found.append(line(f"{loop}: p50, {said}, disturbed steps too", "%", everything[0].scaled(100)))
-        theirs, their_control, _, _ = overhead(stock, clock)
-        theirs_off = against_itself(their_control, max(CONTROL_LIMIT, theirs.value / STOCK_PRECISION))
+    lines = []
+    judged, undisturbed = ours.select_judged(wanted, limit)
+    for clock, clock_name in (("cpu", "CPU time"), ("wall", "wall clock")):
+        figures = compute_overhead(judged, clock)
+        note = f"bare p50 {_compute_p50(judged.bare, clock):.0f} µs, hooked {_compute_p50(judged.hooked, clock):.0f} µs"
+        lines += make_gated_lines(loop, clock_name, figures, undisturbed, note)
+        all_steps, *_ = compute_overhead(ours, clock)
+        lines.append(
+            make_line(f"{loop}: p50, {clock_name}, disturbed steps too", "%", all_steps.scale_by(100))
+        )
+        theirs, their_control, _, _ = compute_overhead(stock, clock)
         p50, p50_control, *_ = figures
-        controls = [against_itself(p50_control), theirs_off]
+        control = combine_controls(
+            make_control(p50_control),
+            make_control(their_control, max(CONTROL_LIMIT, theirs.value / STOCK_PRECISION)),
+            undisturbed,
+        )
         gate = Gate(STOCK_FACTOR, at_least=True) if clock == "wall" else None
-        found.append(_against_stock(loop, said, p50, theirs, gate, all_of(*controls, undisturbed)))
-    return found
+        note = f"stock p50 {theirs.value * 100:+.0f} % [{theirs.low * 100:.0f}, {theirs.high * 100:.0f}]"
+        claim = f"{loop}: less than the stock SDK, {clock_name}"
+        lines.append(make_line(claim, "×", divide_figures(p50, theirs), gate, control, note))
+    return lines
 
 
-def gated(claim: str, said: str, figures: Figures, undisturbed: Control, note: str = "") -> list[Line]:
-    """p50 and p99 of the steps by one clock; a control may be off by half of the gate."""
+def make_gated_lines(
+    claim: str, clock_name: str, figures: Figures, undisturbed: Control, note: str = ""
+) -> list[Line]:
+    """Returns the rows of p50 and p99 by one clock. A control may be off by half of its gate."""
     p50, p50_control, p99, p99_control = figures
     return [
-        line(
-            f"{claim}: {which}, {said}",
+        make_line(
+            f"{claim}: {percentile}, {clock_name}",
             "%",
-            figure.scaled(100),
+            figure.scale_by(100),
             Gate(limit),
-            all_of(against_itself(control, limit / 200), undisturbed),
+            combine_controls(make_control(control, limit / 200), undisturbed),
             note,
         )
-        for which, limit, figure, control in (
+        for percentile, limit, figure, control in (
             ("p50", P50_LIMIT, p50, p50_control),
             ("p99", P99_LIMIT, p99, p99_control),
         )
     ]
 
 
-def _against_stock(
-    loop: str, said: str, ours: Figure, theirs: Figure, gate: Gate | None, control: Control
-) -> Line:
-    note = f"stock p50 {theirs.value * 100:+.0f} % [{theirs.low * 100:.0f}, {theirs.high * 100:.0f}]"
-    claim = f"{loop}: less than the stock SDK, {said}"
-    return line(claim, "×", times_less(ours, theirs), gate, control, note)
-
-
-def _p50(blocks: list[Block], clock: str) -> float:
+def _compute_p50(blocks: list[Block], clock: str) -> float:
     return float(np.median(np.concatenate([getattr(block, clock) for block in blocks]))) / 1000

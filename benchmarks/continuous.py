@@ -1,4 +1,4 @@
-"""transformers' continuous batching in this process, with the demo's model, on the CPU."""
+"""transformers' continuous batching with the demo's model, in this process, on the CPU."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ PROMPT = 16
 BLOCK = 32
 
 
-def tiny_model() -> Any:
-    """The demo's Llama, one layer of it: the less a step costs, the more do hooks stand out."""
+def make_model() -> Any:
+    """Returns the demo's Llama with one layer: the shorter a step, the larger the share of the hooks."""
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
@@ -29,8 +29,8 @@ def tiny_model() -> Any:
         ).eval()
 
 
-def manager(model: Any, running: int, tokens: int = 64) -> Any:
-    """A manager with room for so many sequences of so many tokens at once; not started."""
+def make_manager(model: Any, running: int, tokens: int = 64) -> Any:
+    """Returns a manager for this many sequences of this many tokens, not started."""
     from transformers import ContinuousBatchingConfig, GenerationConfig
 
     generation = GenerationConfig(do_sample=False, max_new_tokens=1024, eos_token_id=-1, pad_token_id=0)
@@ -41,6 +41,6 @@ def manager(model: Any, running: int, tokens: int = 64) -> Any:
     return model.init_continuous_batching(generation_config=generation, continuous_batching_config=config)
 
 
-def prompt(number: int) -> list[int]:
-    """Token ids, different for each number."""
+def make_prompt(number: int) -> list[int]:
+    """Returns token ids, different for each number."""
     return [100 + (number * 7 + i * 13) % 1800 for i in range(PROMPT)]

@@ -1,10 +1,9 @@
-"""A simulated server: continuous batching without a model, knowing nothing of otel_infer.
+"""A simulated server with continuous batching and without a model. It does not import otel_infer.
 
-The engine's step is Python under the GIL (the scheduler's bookkeeping, then a loop over all sequences) and a wait without
-it, as the wait for a GPU is. The loop makes no objects: where it did, a single int that anybody kept once a step made it
-1 % slower or faster, by which of the allocator's pools came first. One sequence finishes and one is admitted in every
-step. The engine keeps its batch in one list of its own, changed in place, and says in a dict how many tokens each member
-is scheduled for. Requests arrive and are answered in another thread, the front, with JSON in and out, as in every server.
+A step is Python under the GIL (the scheduler, then a loop over all sequences) and a wait without the GIL, as for a GPU. The loop
+creates no objects: otherwise one extra int per step would change its speed by 1 %, through the allocator's pools. One sequence
+finishes and one is admitted in every step. The batch is one list, changed in place. Requests arrive and are answered in another
+thread, the front, with JSON in and out.
 """
 
 from __future__ import annotations
@@ -23,15 +22,15 @@ PROMPT = 64
 WAITING = 2
 TRIALS = 5
 FITTING_S = 4.0
-"""A core that begins to work comes to its pace after about a second, and others slow it down for seconds."""
+"""A core reaches its pace about a second after it became busy, and other machines slow it down for seconds."""
 WAIT_TURNS = 200
-"""Of `forward`, some 100 µs, between two looks at the clock."""
+"""Turns of `run_forward` between two looks at the clock, about 100 µs."""
 MESSAGES = [{"role": "user", "content": "Why is the sky blue, and since when? " * 16} for _ in range(4)]
 BODY = json.dumps({"model": "simulated", "stream": True, "messages": MESSAGES})
 
 
 class Sequence:
-    """One token stream. `first` and `last` are the steps it was in; `live` is for whoever watches the server."""
+    """One token stream. `first` and `last` are the numbers of its steps; `live` and `packed` belong to the instrumentation."""
 
     __slots__ = ("first", "last", "live", "output", "packed", "words")
 
@@ -44,7 +43,7 @@ class Sequence:
 
 
 class Engine:
-    """`python_us` and `wait_us`: µs a step; the wait holds a core as a spinning driver would, and no GIL."""
+    """`python_us` and `wait_us`: µs per step. The wait holds a core, as a spinning driver does, and not the GIL."""
 
     def __init__(self, size: int = 256, python_us: float = 1500.0, wait_us: float = 3500.0) -> None:
         self.size = size
@@ -54,24 +53,23 @@ class Engine:
         self.arrivals = deque(Sequence() for _ in range(WAITING))
         self.admitted: list[Sequence] = []
         self.answered: list[tuple[int, int]] = []
-        self.scheduled_tokens: dict[Sequence, int] = {}
         self.total_tokens = 0
         self._outbox: SimpleQueue[Sequence] = SimpleQueue()
-        self._inner = _fitted(self._work, python_us) if python_us else 0
-        self._iterations = _fitted(forward, wait_us) if wait_us else 0
-        threading.Thread(target=self._front, name="front", daemon=True).start()
+        self._inner = _fit_work(self._compute_tokens, python_us) if python_us else 0
+        self._iterations = _fit_work(run_forward, wait_us) if wait_us else 0
+        threading.Thread(target=self._run_front, name="front", daemon=True).start()
 
     # ── the engine's thread ──────────────────────────────────────────────────────────────────────────────────────
 
-    def step(self) -> None:
-        """One forward over the batch."""
-        self.schedule()
+    def run_step(self) -> None:
+        """Runs one forward over the batch."""
+        self.schedule_batch()
         if self._iterations:
-            forward(self._iterations)
-        self.update()
+            run_forward(self._iterations)
+        self.update_batch()
 
-    def schedule(self) -> list[Sequence]:
-        """Composes the next batch and returns it: the engine's own list."""
+    def schedule_batch(self) -> list[Sequence]:
+        """Returns the next batch: the engine's own list."""
         self.steps += 1
         running, arrivals = self.running, self.arrivals
         self.admitted = []
@@ -80,15 +78,12 @@ class Engine:
             sequence.first = self.steps
             running.append(sequence)
             self.admitted.append(sequence)
-        self.scheduled_tokens = tokens = dict.fromkeys(running, 1)
-        for sequence in self.admitted:
-            tokens[sequence] = PROMPT
         self.total_tokens = len(running) + (PROMPT - 1) * len(self.admitted)
         return running
 
-    def update(self) -> Sequence | None:
-        """Gives every member its token; the oldest is done, and returned, unless nobody is to come and go."""
-        self._work(self._inner)
+    def update_batch(self) -> Sequence | None:
+        """Gives each sequence its token. Returns the oldest one, which is finished; None without `churning`."""
+        self._compute_tokens(self._inner)
         if not self.churning:
             return None
         finished = self.running.pop(0)
@@ -98,30 +93,30 @@ class Engine:
 
     # ── the front's thread ───────────────────────────────────────────────────────────────────────────────────────
 
-    def admit(self) -> Sequence:
-        """A request arrives: its body is parsed and split, which is less than any web framework does."""
+    def admit_request(self) -> Sequence:
+        """Parses the body of a request, which is less work than in any web framework."""
         messages = json.loads(BODY)["messages"]
         words = [word.lower() for message in messages for word in message["content"].split()]
         return Sequence(len(words))
 
-    def answer(self, sequence: Sequence) -> None:
-        """A request's last byte is handed over, in pieces; what remains of it is the steps it was in."""
+    def answer_request(self, sequence: Sequence) -> None:
+        """Encodes the answer in pieces, and keeps the numbers of its steps."""
         for piece in sequence.output:
             json.dumps({"choices": [{"index": 0, "delta": {"content": f" {piece}"}}]}).encode()
         self.answered.append((sequence.first, sequence.last))
 
-    def settle(self) -> None:
-        """Waits until the front has nothing to do; the engine does not step meanwhile."""
+    def wait_for_front(self) -> None:
+        """Waits until the front is idle; no step may run meanwhile."""
         while len(self.arrivals) + len(self.running) < self.size + WAITING:
             time.sleep(0.001)
 
-    def _front(self) -> None:
+    def _run_front(self) -> None:
         while True:
             finished = self._outbox.get()
-            self.answer(finished)
-            self.arrivals.append(self.admit())
+            self.answer_request(finished)
+            self.arrivals.append(self.admit_request())
 
-    def _work(self, inner: int) -> None:
+    def _compute_tokens(self, inner: int) -> None:
         for sequence in self.running:
             token = 0
             for _ in repeat(None, inner):
@@ -131,34 +126,33 @@ class Engine:
                 sequence.output.clear()
 
 
-def forward(iterations: int) -> None:
-    """A wait that keeps the core awake: nothing but arithmetic in C, which gives the GIL away and touches no memory."""
+def run_forward(iterations: int) -> None:
+    """Keeps the core awake with arithmetic in C, which releases the GIL and touches no memory."""
     hashlib.pbkdf2_hmac("sha256", b"benchmark", b"benchmark", iterations)
 
 
-def at_pace(count: int, pause: float) -> Iterator[None]:
-    """So many times, so many seconds apart; who falls behind does not catch up. It waits without the GIL, and without the core
-    falling asleep."""
+def iterate_at_pace(count: int, pause: float) -> Iterator[None]:
+    """Yields `count` times, `pause` s apart, without catching up on delays. It waits without the GIL, and keeps the core awake."""
     due = time.perf_counter()
     for _ in range(count):
         yield
         due = max(due + pause, time.perf_counter() - pause)
         while time.perf_counter() < due:
-            forward(WAIT_TURNS)
+            run_forward(WAIT_TURNS)
 
 
-def _fitted(work: Any, wanted_us: float) -> int:
-    """How much of `work` takes so many µs of CPU where nothing disturbs it, on a core that has been busy for a while."""
+def _fit_work(work: Any, wanted_us: float) -> int:
+    """Returns the amount of `work` that takes this CPU time (µs), undisturbed on a busy core."""
     amount = 8
-    while (taken := min(_timed(work, amount) for _ in range(TRIALS))) < wanted_us / 4:
+    while (taken := min(_time_work(work, amount) for _ in range(TRIALS))) < wanted_us / 4:
         amount *= 2
     until = time.monotonic() + FITTING_S
     while time.monotonic() < until:
-        taken = min(taken, _timed(work, amount))
+        taken = min(taken, _time_work(work, amount))
     return max(1, int(amount * wanted_us / taken))
 
 
-def _timed(work: Any, amount: int) -> float:
+def _time_work(work: Any, amount: int) -> float:
     began = time.thread_time_ns()
     work(amount)
     return (time.thread_time_ns() - began) / 1000

@@ -1,7 +1,7 @@
-"""Spans of the device against what torch.profiler says of the same kernels; and the recording that ordinary tests replay.
+"""Compares device times with the kernels of torch.profiler, and writes the recording that ordinary tests replay.
 
-Work is queued in front of each stage, so that its kernels follow the first mark at once: else the time in which the host had
-not launched them yet would count as an error, and is none.
+Work is queued before each stage, so that its kernels follow the first mark at once. Otherwise the launch time of the
+kernels would count as an error.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from otel_infer.gpu.timeline import DeviceInterval, Timeline
 
 REPEATS = 24
 AHEAD_CYCLES = 100_000_000
-"""Of the device's clock, some 50 ms: longer than the host takes to launch any stage under the profiler."""
+"""Cycles of the device's clock, about 50 ms: longer than the launch of any stage under the profiler."""
 
 
 class Row(NamedTuple):
-    """A stage: host instants in ns, `start_ms` and `end_ms` of its marks since the first event of the recording, and when its
-    kernels began and ended by the profiler, host ns."""
+    """A stage: host instants (ns), `start_ms` and `end_ms` of its marks since the first event of the recording, and
+    the start and end of its kernels by the profiler (host ns)."""
 
     kind: str
     begun_at: int
@@ -40,39 +40,39 @@ class Row(NamedTuple):
 
 
 class Accuracy(NamedTuple):
-    """`anchors`: (before, after) on the host, and ms since the first event; `own_ms`: what marks take themselves."""
+    """`anchors`: (before, after) on the host, and ms since the first event. `own_ms`: time that a mark takes."""
 
     rows: list[Row]
     anchors: list[tuple[int, int, float]]
     own_ms: float
 
-    def recording(self) -> dict[str, Any]:
-        """As JSON has it."""
+    def make_recording(self) -> dict[str, Any]:
+        """Returns the JSON form."""
         rows = [{**row._asdict(), "timed": row.timed._asdict()} for row in self.rows]
         return {"own_ms": self.own_ms, "anchors": self.anchors, "rows": rows}
 
 
 def measure() -> Accuracy:
-    """All kinds of stages in turn."""
+    """Runs all kinds of stages in turn."""
     decoder = Decoder(layers=8, batch=8)
-    stages = {"prefill": decoder.prefill(), "eager": decoder.eager(), "graph": decoder.graph()}
-    for step in stages.values():
+    steps = {"prefill": decoder.make_prefill(), "eager": decoder.make_eager(), "graph": decoder.make_graph()}
+    for step in steps.values():
         for _ in range(3):
             step()
     torch.cuda.synchronize()
-    bench = _Bench()
-    before = _kineto_offset()
+    recorder = _Recorder()
+    before = _measure_kineto_offset()
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
         for number in range(REPEATS):
-            for kind, step in stages.items():
-                bench.stage(f"{kind} {number}", step)
-            bench.anchor()
+            for kind, step in steps.items():
+                recorder.record_stage(f"{kind} {number}", step)
+            recorder.add_anchor()
         torch.cuda.synchronize()
-    offset = (before + _kineto_offset()) // 2
-    return bench.against(_kernels(profiled, set(bench.said)), offset)
+    offset = (before + _measure_kineto_offset()) // 2
+    return recorder.compare_with(_read_kernels(profiled, set(recorder.stages)), offset)
 
 
-class _Bench:
+class _Recorder:
     def __init__(self) -> None:
         self._device = TorchDevice(torch, "cuda", torch.cuda.current_device())
         self._clocks = ClockMap(self._device)
@@ -81,45 +81,45 @@ class _Bench:
         self._stream, self._base = self._device.current_stream(), self._device.create_event()
         self._base.record(self._stream)
         torch.cuda.synchronize()
-        self.said: dict[str, tuple[Any, ...]] = {}
+        self.stages: dict[str, tuple[Any, ...]] = {}
         self._anchors: list[tuple[int, int, float]] = []
-        self.anchor()
+        self.add_anchor()
         time.sleep(0.3)
-        self.anchor()
+        self.add_anchor()
 
-    def anchor(self) -> None:
+    def add_anchor(self) -> None:
         self._clocks.add_anchor()
         anchor = self._clocks.anchor
         assert anchor is not None
         low, high = anchor.host_at - anchor.bound_ns, anchor.host_at + anchor.bound_ns
         self._anchors.append((low, high, self._base.elapsed_time(anchor.event)))
 
-    def stage(self, name: str, step: Step) -> None:
+    def record_stage(self, name: str, step: Step) -> None:
         torch.cuda._sleep(AHEAD_CYCLES)
-        told: list[DeviceInterval] = []
+        intervals: list[DeviceInterval] = []
         with record_function(name):
             span = self._timeline.begin_span()
             assert span is not None
             step()
-            assert self._timeline.end_span(span, told.append)
+            assert self._timeline.end_span(span, intervals.append)
         begun_at, launched_at = span.begun_at, span.launched_at
         torch.cuda.synchronize()
         seen_at = _clock.now()
         marks = [self._base.elapsed_time(event) for event in (span.start, span.end)]
         assert self._timeline.collect_spans() == 1
-        self.said[name] = (begun_at, launched_at, seen_at, *marks, told[0])
+        self.stages[name] = (begun_at, launched_at, seen_at, *marks, intervals[0])
 
-    def against(self, kernels: dict[str, tuple[int, int]], offset: int) -> Accuracy:
+    def compare_with(self, kernels: dict[str, tuple[int, int]], offset: int) -> Accuracy:
         rows = []
-        for name, (*told, timed) in self.said.items():
+        for name, (*instants, timed) in self.stages.items():
             if name in kernels:
                 began, ended = (at - offset for at in kernels[name])
-                rows.append(Row(name.split()[0], *told, began, ended, timed))
+                rows.append(Row(name.split()[0], *instants, began, ended, timed))
         return Accuracy(rows, self._anchors, self._timeline.mark_overhead_ms)
 
 
-def _kineto_offset() -> int:
-    """Unix ns minus ns of our clock, at their closest of many tries; Kineto tells unix ns."""
+def _measure_kineto_offset() -> int:
+    """Returns unix ns (of Kineto) minus ns of our clock, from the closest pair of many reads."""
     tries = []
     for _ in range(200):
         before = _clock.now()
@@ -129,17 +129,17 @@ def _kineto_offset() -> int:
     return min(tries)[1]
 
 
-def _kernels(profiled: Any, names: set[str]) -> dict[str, tuple[int, int]]:
-    """When the kernels of each of these began and ended on the device, unix ns."""
-    found = {}
+def _read_kernels(profiled: Any, names: set[str]) -> dict[str, tuple[int, int]]:
+    """Returns the start and end of each stage's kernels on the device, unix ns."""
+    times = {}
     for event in profiled.profiler.kineto_results.events():
         if event.name() in names and "CUDA" in str(event.device_type()):
-            found[event.name()] = (event.start_ns(), event.start_ns() + event.duration_ns())
-    return found
+            times[event.name()] = (event.start_ns(), event.start_ns() + event.duration_ns())
+    return times
 
 
-def errors(rows: list[Row]) -> dict[str, Any]:
-    """µs, one array each: of the duration, of the start and of the end; and by how much they are outside of their bound."""
+def compute_errors(rows: list[Row]) -> dict[str, Any]:
+    """Returns the errors of duration, start and end (µs), the bounds, and how far errors are outside of them."""
     duration = [
         row.timed.ended_at - row.timed.started_at - (row.kernels_ended - row.kernels_began) for row in rows
     ]

@@ -1,4 +1,4 @@
-"""Steps of a decoder on a GPU with marks and without, in turns of a few."""
+"""Compares steps of a decoder on a GPU with and without marks, in turns of a few steps."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ import torch
 
 from benchmarks import verdict
 from benchmarks.gpu_model import Decoder, Step
-from benchmarks.verdict import Gate, Line, exactly, line
+from benchmarks.verdict import Gate, Line, make_exact, make_line
 from otel_infer import _clock
 from otel_infer.gpu.clock_sync import ClockMap
 from otel_infer.gpu.device import TorchDevice
 from otel_infer.gpu.timeline import DeviceInterval, Timeline
 
 LAYERS = 10
-"""A step of it takes about 1 ms on an H100 as a graph."""
+"""A step takes about 1 ms on an H100 as a graph."""
 TURN = {"graph": 40, "eager": 8}
 SECONDS = {"graph": 15.0, "eager": 60.0}
-"""For each: whoever launches kernel by kernel has the host's neighbours in every step."""
+"""Duration of each kind. Launches kernel by kernel depend on the host's neighbours in every step."""
 BARE, AGAIN, MARKED = range(3)
 
 
 @functools.cache
-def _decoder(batch: int) -> Decoder:
+def _make_decoder(batch: int) -> Decoder:
     return Decoder(LAYERS, batch)
 
 
 class Loop:
-    """An engine's loop: launches a step, and waits for its tokens (`ahead`: for those of the step before)."""
+    """An engine's loop: it launches a step, and waits for its tokens (`ahead`: for those of the previous step)."""
 
     def __init__(self, decoder: Decoder, step: Step, ahead: bool) -> None:
         self._decoder, self._step, self._ahead = decoder, step, ahead
@@ -42,19 +42,19 @@ class Loop:
         self._events = [torch.cuda.Event() for _ in range(2)]
         self.costs: list[int] = []
         self.marked: list[tuple[int, int]] = []
-        self.told = 0
+        self.timed = 0
 
-    def turn(self, steps: int, marked: bool) -> float:
-        """µs a step."""
+    def run_turn(self, steps: int, marked: bool) -> float:
+        """Runs a turn and returns µs per step."""
         torch.cuda.synchronize()
-        self._timeline.sampler.reset_period()
+        self._timeline.sampler._last_begun_at = 0  # the idle time before a turn is not a period
         began = _clock.now()
         for number in range(steps):
             if marked:
-                self._marked(number)
+                self._run_marked(number)
             else:
                 self._step()
-                self._wait(number)
+                self._wait_for_tokens(number)
         torch.cuda.synchronize()
         taken = (_clock.now() - began) / steps / 1000
         self._timeline.collect_spans()
@@ -62,7 +62,7 @@ class Loop:
             self._clocks.add_anchor()
         return taken
 
-    def _marked(self, number: int) -> None:
+    def _run_marked(self, number: int) -> None:
         now, timeline = _clock.now, self._timeline
         at = now()
         span = timeline.begin_span() if timeline.sampler.should_sample() else None
@@ -70,65 +70,69 @@ class Loop:
         self._step()
         launched = now()
         if span is not None:
-            timeline.end_span(span, self._count)
+            timeline.end_span(span, self._count_timed)
         ended = now()
-        self._wait(number)
+        self._wait_for_tokens(number)
         cost = begun - at + ended - launched
         self.costs.append(cost)
         if span is not None:
             self.marked.append((begun - at, ended - launched))
 
-    def _count(self, timed: DeviceInterval) -> None:
-        self.told += 1
+    def _count_timed(self, interval: DeviceInterval) -> None:
+        self.timed += 1
 
-    def _wait(self, number: int) -> None:
+    def _wait_for_tokens(self, number: int) -> None:
         if not self._ahead:
-            self._decoder.token()
+            self._decoder.wait_for_token()
             return
         self._events[number % 2].record()
         if number:
             self._events[(number - 1) % 2].synchronize()
 
 
-def measured(batch: int, kind: str, ahead: bool, gates: tuple[float, float]) -> list[Line]:
-    """The lines of one kind of step."""
-    found, loop = taken(batch, kind, ahead)
-    bare = [(one + other) / 2 for one, other in zip(found[BARE], found[AGAIN])]
-    slower = verdict.median([marked / one - 1 for marked, one in zip(found[MARKED], bare)])
-    itself = verdict.median([one / other - 1 for one, other in zip(found[AGAIN], found[BARE])])
-    said = f"{kind}, batch {batch}, {'one step ahead' if ahead else 'waiting for each'}"
-    note = f"a bare step takes {np.median(bare):.0f} µs; {len(bare)} turns; {len(loop.marked)} of {len(loop.costs)} marked, {loop.told} told"
+def make_lines(batch: int, kind: str, ahead: bool, gates: tuple[float, float]) -> list[Line]:
+    """Returns the rows of one kind of step."""
+    turns, loop = measure_turns(batch, kind, ahead)
+    bare = [(first + second) / 2 for first, second in zip(turns[BARE], turns[AGAIN])]
+    slower = verdict.estimate_median([marked / usual - 1 for marked, usual in zip(turns[MARKED], bare)])
+    difference = verdict.estimate_median(
+        [second / first - 1 for first, second in zip(turns[BARE], turns[AGAIN])]
+    )
+    claim = f"{kind}, batch {batch}, {'one step ahead' if ahead else 'waiting for each'}"
+    note = f"a bare step takes {np.median(bare):.0f} µs; {len(bare)} turns; {len(loop.marked)} of {len(loop.costs)} marked, {loop.timed} timed"
     costs = [cost / 1000 for cost in loop.costs]
-    begin, end = (verdict.median([pair[at] / 1000 for pair in loop.marked]) for at in (0, 1))
+    begin, end = (verdict.estimate_median([pair[side] / 1000 for pair in loop.marked]) for side in (0, 1))
     return [
-        line(
-            f"{said}: step longer by",
+        make_line(
+            f"{claim}: step longer by",
             "%",
-            slower.scaled(100),
+            slower.scale_by(100),
             Gate(gates[0]),
-            verdict.against_itself(itself),
+            verdict.make_control(difference),
             note,
         ),
-        line(f"{said}: the host's cost a step, p50", "µs", verdict.median(costs), Gate(gates[1])),
-        line(f"{said}: the host's cost a step, mean", "µs", exactly(float(np.mean(costs)))),
-        line(f"{said}: of a marked step, before it is launched", "µs", begin),
-        line(f"{said}: of a marked step, while the device is at it", "µs", end),
+        make_line(
+            f"{claim}: the host's cost a step, p50", "µs", verdict.estimate_median(costs), Gate(gates[1])
+        ),
+        make_line(f"{claim}: the host's cost a step, mean", "µs", make_exact(float(np.mean(costs)))),
+        make_line(f"{claim}: of a marked step, before it is launched", "µs", begin),
+        make_line(f"{claim}: of a marked step, while the device is at it", "µs", end),
     ]
 
 
-def taken(batch: int, kind: str, ahead: bool) -> tuple[dict[int, list[float]], Loop]:
-    """µs a step of each turn, by who had it; the three take turns in an order drawn anew each time."""
-    decoder = _decoder(batch)
-    loop = Loop(decoder, decoder.graph() if kind == "graph" else decoder.eager(), ahead)
+def measure_turns(batch: int, kind: str, ahead: bool) -> tuple[dict[int, list[float]], Loop]:
+    """Returns µs per step of each turn by kind; the three kinds take turns in random order."""
+    decoder = _make_decoder(batch)
+    loop = Loop(decoder, decoder.make_graph() if kind == "graph" else decoder.make_eager(), ahead)
     for marked in (False, True):
-        loop.turn(TURN[kind], marked)
+        loop.run_turn(TURN[kind], marked)
     loop.costs.clear()
     loop.marked.clear()
-    loop.told = 0
-    found: dict[int, list[float]] = {BARE: [], AGAIN: [], MARKED: []}
-    chance = np.random.default_rng(batch)
+    loop.timed = 0
+    turns: dict[int, list[float]] = {BARE: [], AGAIN: [], MARKED: []}
+    rng = np.random.default_rng(batch)
     until = time.monotonic() + SECONDS[kind]
     while time.monotonic() < until:
-        for which in chance.permutation(3):
-            found[int(which)].append(loop.turn(TURN[kind], which == MARKED))
-    return found, loop
+        for variant in rng.permutation(3):
+            turns[int(variant)].append(loop.run_turn(TURN[kind], variant == MARKED))
+    return turns, loop

@@ -1,4 +1,4 @@
-"""The form of a case of `benchmarks.hooks`, its gates, and how a case is repeated."""
+"""Cases of `benchmarks.hooks`, and their gates."""
 
 from __future__ import annotations
 
@@ -6,17 +6,14 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 SEQUENCES = 256
-
-
 UNCHANGED_NS, CHANGED_NS, DERIVED_NS, KEYFRAME_NS = 1000, 4000, 10_000, 10_000
 
-
 Steps = Callable[[int], None]
-"""Runs so many steps."""
+"""Runs this many steps."""
 
 
 class Case(NamedTuple):
-    """One row: `hooked` against `bare`. `before` gets ready for so many steps, outside the time that is measured."""
+    """One row: `hooked` minus `bare`. `before` prepares this many steps, outside the measured time."""
 
     claim: str
     gate_ns: float | None
@@ -25,12 +22,12 @@ class Case(NamedTuple):
     before: Callable[[int], None] = lambda steps: None
 
 
-def repeated(*functions: Callable[[], Any]) -> Steps:
-    """Calls these one after another, so many times."""
+def repeat_functions(*functions: Callable[[], Any]) -> Steps:
+    """Returns a function that calls these one after another, `steps` times."""
 
-    def run(steps: int) -> None:
+    def run_steps(steps: int) -> None:
         for _ in range(steps):
             for function in functions:
                 function()
 
-    return run
+    return run_steps

@@ -1,9 +1,8 @@
-"""What one step costs on the engine's thread: hooked functions against the same functions bare, at 256 sequences.
+"""Measures a step on the engine's thread: hooked functions against the same functions bare, with 256 sequences.
 
-CPU time of the thread, in each round pinned to the core that is the fastest just then; cases and their variants take turns in every round. What the engine does to
-its own lists is in the bare variant too, and so is subtracted. The control is the bare variant against itself, as a share
-of the gate; beside it stands the pace of the machine, since a gate in µs is missed by anybody while a neighbour has half of
-the core.
+CPU time of the thread, pinned in each round to the fastest core. Cases and variants take turns in random order. The engine's own work
+on its lists is in both variants. The control is bare against bare, as a share of the gate. The pace of the machine is listed beside
+it, because a gate in µs is missed while another machine uses half of the core.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ import numpy as np
 
 from benchmarks import machine, own_list, transformers_hooks
 from benchmarks.hook_cases import Case, Steps
-from benchmarks.verdict import CONTROL_LIMIT, Control, Gate, Line, line, median
+from benchmarks.verdict import CONTROL_LIMIT, Control, Gate, Line, estimate_median, make_line
 from otel_infer.instrumentation.hooks import probe
 
 BEST_PERCENTILE = 2
 
 
-class Found(NamedTuple):
-    """ns a step of each round; `pace`: of a fixed piece of Python beside it."""
+class Samples(NamedTuple):
+    """ns per step of each round; `pace`: of a fixed piece of Python beside it."""
 
     bare: list[float]
     hooked: list[float]
@@ -35,60 +34,61 @@ class Found(NamedTuple):
 
 
 def measure(quick: bool) -> list[Line]:
-    """All cases take turns, so that each has seen the same moods of the machine."""
+    """Measures all cases in turn, so that changes of the machine affect all of them alike."""
     steps, rounds = (50, 7) if quick else (500, 101)
-    everywhere = os.sched_getaffinity(0)
-    cases = list(_cases())
-    found = {case.claim: Found([], [], [], []) for case in cases}
-    chance = random.Random(1)
+    cores = os.sched_getaffinity(0)
+    cases = list(_make_cases())
+    samples = {case.claim: Samples([], [], [], []) for case in cases}
+    rng = random.Random(1)
     for case in cases:
-        _round(case, steps, Found([], [], [], []), chance)
+        _measure_round(case, steps, Samples([], [], [], []), rng)
     for _ in range(rounds):
-        machine.pin_this_thread(machine.fastest(everywhere))
-        for case in chance.sample(cases, len(cases)):
-            _round(case, steps, found[case.claim], chance)
+        machine.pin_this_thread(machine.find_fastest_core(cores))
+        for case in rng.sample(cases, len(cases)):
+            _measure_round(case, steps, samples[case.claim], rng)
     if probe.count_errors():
-        raise RuntimeError("a hook raised and was disabled: nothing was measured")
-    best = float(np.percentile([pace for one in found.values() for pace in one.pace], BEST_PERCENTILE))
-    return [_line(case, found[case.claim], best) for case in cases]
+        raise RuntimeError("a hook raised and was disabled, so the measurement is invalid")
+    paces = [pace for of_case in samples.values() for pace in of_case.pace]
+    best = float(np.percentile(paces, BEST_PERCENTILE))
+    return [make_case_line(case, samples[case.claim], best) for case in cases]
 
 
-def _cases() -> Iterator[Case]:
-
-    batch = transformers_hooks.batch_of_all()
+def _make_cases() -> Iterator[Case]:
+    batch = transformers_hooks.prepare_batch()
     own_list.record_in_memory()
-    yield from own_list.cases()
-    yield from transformers_hooks.cases(*batch)
+    yield from own_list.make_cases()
+    yield from transformers_hooks.make_cases(*batch)
 
 
-def _round(case: Case, steps: int, found: Found, chance: random.Random) -> None:
-    """Bare, hooked and bare again, in an order drawn anew, and how fast the machine was meanwhile."""
+def _measure_round(case: Case, steps: int, samples: Samples, rng: random.Random) -> None:
+    """Runs bare, hooked and bare again in random order, and the machine's pace."""
     variants = (case.bare, case.hooked, case.bare)
-    for kind in chance.sample(range(3), 3):
+    for kind in rng.sample(range(3), 3):
         case.before(steps)
-        found[kind].append(_cpu_ns(variants[kind], steps))
-    found.pace.append(machine.pace())
+        samples[kind].append(_measure_cpu_ns(variants[kind], steps))
+    samples.pace.append(machine.measure_pace())
 
 
-def _line(case: Case, found: Found, best: float) -> Line:
-    bare, hooked, again, pace = found
-    cost = median([on - (one + other) / 2 for on, one, other in zip(hooked, bare, again)])
-    note = f"bare {median(bare).value / 1000:.2f} µs, hooked {min(hooked) / 1000:.2f} to {max(hooked) / 1000:.2f} µs"
+def make_case_line(case: Case, samples: Samples, best: float) -> Line:
+    """Returns the row of a case. `best`: the machine's best pace, as in `Samples`."""
+    bare, hooked, again, pace = samples
+    cost = estimate_median([on - (first + second) / 2 for on, first, second in zip(hooked, bare, again)])
+    note = f"bare {estimate_median(bare).value / 1000:.2f} µs, hooked {min(hooked) / 1000:.2f} to {max(hooked) / 1000:.2f} µs"
     if case.gate_ns is None:
-        return line(case.claim, "µs", cost.scaled(1 / 1000), note=note)
-    share = median([other - one for one, other in zip(bare, again)]).value / case.gate_ns
-    slower = median(pace).value / best - 1
-    said = f"{share * 100:+.2f} %, machine {slower * 100:+.0f} %"
-    # Passed on a slow machine is passed; failed there says something only if it would be at the machine's own best.
-    told = cost.high <= case.gate_ns or cost.value / (1 + slower) > case.gate_ns
-    control = Control(said, abs(share) <= CONTROL_LIMIT and told)
-    return line(case.claim, "µs", cost.scaled(1 / 1000), Gate(case.gate_ns / 1000), control, note)
+        return make_line(case.claim, "µs", cost.scale_by(1 / 1000), note=note)
+    share = estimate_median([second - first for first, second in zip(bare, again)]).value / case.gate_ns
+    slower = estimate_median(pace).value / best - 1
+    text = f"{share * 100:+.2f} %, machine {slower * 100:+.0f} %"
+    # A missed gate counts only if it would also be missed at the machine's best pace.
+    conclusive = cost.high <= case.gate_ns or cost.value / (1 + slower) > case.gate_ns
+    control = Control(text, abs(share) <= CONTROL_LIMIT and conclusive)
+    return make_line(case.claim, "µs", cost.scale_by(1 / 1000), Gate(case.gate_ns / 1000), control, note)
 
 
-def _cpu_ns(steps_of: Steps, steps: int) -> float:
+def _measure_cpu_ns(run_steps: Steps, steps: int) -> float:
     gc.disable()
     began = time.thread_time_ns()
-    steps_of(steps)
+    run_steps(steps)
     taken = time.thread_time_ns() - began
     gc.enable()
     return taken / steps

@@ -1,4 +1,4 @@
-"""The machine at hand: what it is, how busy it is, and who runs on which core."""
+"""Describes the machine, reads CPU time and memory of processes, and assigns cores."""
 
 from __future__ import annotations
 
@@ -13,123 +13,125 @@ from pathlib import Path
 
 PACE_TURNS = 5000
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-_KEPT = 1 << 30
+_KEPT_BYTES = 1 << 30
 PACKAGES = ("transformers", "torch", "opentelemetry-sdk", "protobuf", "numpy", "isal")
 
 
-def described() -> dict[str, str]:
-    """Processor, system and the versions that matter."""
-    versions = {name: _version(name) for name in PACKAGES}
+def describe_machine() -> dict[str, str]:
+    """Returns the processor, the system and the versions of packages."""
+    versions = {name: _read_version(name) for name in PACKAGES}
     return {
-        "processor": f"{_processor()}, {os.cpu_count()} cores",
+        "processor": f"{_read_processor()}, {os.cpu_count()} cores",
         "system": f"{platform.system()} {platform.release()}",
         "python": f"{platform.python_implementation()} {platform.python_version()}",
         **{name: version for name, version in versions.items() if version},
     }
 
 
-def load() -> float:
-    """How many processes wanted a core over the last minute."""
+def read_load() -> float:
+    """Returns the load average of the last minute."""
     return os.getloadavg()[0]
 
 
 @functools.cache
-def cores() -> tuple[set[int], set[int]]:
-    """The core for the loop that is measured, and those for everybody else; the same ones where there is but one. Decided
-    once in a process: whoever asks later is to keep off the same core."""
-    here = allowed()
-    mine = fastest(here)
-    return mine, here - mine or here
+def choose_cores() -> tuple[set[int], set[int]]:
+    """Returns the core of the measured loop, and the cores of all other threads (the same if there is only one).
+    The choice is made once per process."""
+    allowed = read_allowed_cores()
+    mine = find_fastest_core(allowed)
+    return mine, allowed - mine or allowed
 
 
-def fastest(among: set[int]) -> set[int]:
-    """The core that is the fastest just now: virtual ones share theirs with neighbours that come and go. The calling thread may
-    run on all of them afterwards."""
+def find_fastest_core(cores: set[int]) -> set[int]:
+    """Returns the currently fastest of these cores. Virtual cores share hardware with other machines. The calling
+    thread may run on all of them afterwards."""
     paces = {}
-    for core in among:
+    for core in cores:
         pin_this_thread({core})
-        paces[core] = min(pace() for _ in range(5))
-    pin_this_thread(among)
+        paces[core] = min(measure_pace() for _ in range(5))
+    pin_this_thread(cores)
     return {min(paces, key=lambda core: paces[core])}
 
 
-def allowed() -> set[int]:
-    """The cores that the calling thread may run on."""
+def read_allowed_cores() -> set[int]:
+    """Returns the cores on which the calling thread may run."""
     return os.sched_getaffinity(0)
 
 
-def pace() -> float:
-    """CPU ns for one turn of a fixed loop in Python: how fast the machine is at this moment."""
+def measure_pace() -> float:
+    """Returns the CPU time (ns) of one turn of a fixed loop in Python."""
     began, total = time.thread_time_ns(), 0
     for i in range(PACE_TURNS):
         total += (i * 7) & 3
     return (time.thread_time_ns() - began) / PACE_TURNS
 
 
-def pin_this_thread(to: set[int]) -> None:
-    """Keeps the calling thread there, and what it starts from now on."""
+def pin_this_thread(cores: set[int]) -> None:
+    """Restricts the calling thread, and threads that it starts later, cores these cores."""
     with contextlib.suppress(OSError):
-        os.sched_setaffinity(0, to)
+        os.sched_setaffinity(0, cores)
 
 
 def pin_apart() -> None:
-    """Gives the calling thread the core for the loop that is measured, and all other threads of this process the others."""
-    mine, others = cores()
+    """Moves the calling thread to the core of the measured loop, and all other threads of this process to the other
+    cores."""
+    mine, others = choose_cores()
     pin_process(os.getpid(), others)
     pin_this_thread(mine)
 
 
-def pin_process(pid: int, to: set[int]) -> None:
-    """Keeps all threads of another process there."""
-    for thread in _threads(pid):
+def pin_process(pid: int, cores: set[int]) -> None:
+    """Restricts all threads of a process to these cores."""
+    for thread in _list_threads(pid):
         with contextlib.suppress(OSError):
-            os.sched_setaffinity(thread, to)
+            os.sched_setaffinity(thread, cores)
 
 
 def keep_memory() -> None:
-    """Has this process keep what it frees (mallopt(3)), where its C library can. glibc gives big blocks back after every step
-    of a model, and each page that comes anew is a fault: more than half of a step at times, and at others nothing."""
+    """Makes the C library keep freed memory (mallopt(3)), where it can. glibc would return large blocks after every
+    step of a model, and page faults would take up to half of a step."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         for parameter in (_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD):
-            mallopt(parameter, _KEPT)
+            mallopt(parameter, _KEPT_BYTES)
 
 
-def cpu_ns(pid: int) -> int:
-    """CPU time of a process, all threads, as clock_getcpuclockid(3) reads it; /proc/PID/stat counts in 10 ms."""
+def read_cpu_ns(pid: int) -> int:
+    """Returns the CPU time of all threads of a process, by clock_getcpuclockid(3); /proc/PID/stat has a resolution
+    of 10 ms."""
     return time.clock_gettime_ns((~pid << 3) | 2)
 
 
-def peak_memory(pid: int) -> int:
-    """The most memory the process has held, bytes."""
+def read_peak_memory(pid: int) -> int:
+    """Returns the largest memory of a process so far, in bytes."""
     status = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM"))
 
 
-def own_memory(pid: int) -> int:
-    """The memory that the process has for itself alone, bytes. The rings are shared; what is only read of a library is private
-    too as soon as nobody else has it open, so it is left out, or memory would grow where another process ends."""
+def read_private_memory(pid: int) -> int:
+    """Returns the dirty private memory of a process, in bytes. That excludes the shared rings, and clean pages of
+    libraries, which become private when another process ends."""
     fields = Path(f"/proc/{pid}/smaps_rollup").read_text().split("\n")
     return sum(int(line.split()[1]) * 1024 for line in fields if line.startswith("Private_Dirty"))
 
 
-def _threads(pid: int) -> list[int]:
+def _list_threads(pid: int) -> list[int]:
     try:
         return [int(name) for name in os.listdir(f"/proc/{pid}/task")]
     except OSError:
         return []
 
 
-def _processor() -> str:
+def _read_processor() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.machine()
-    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(named, platform.machine())
+    models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(models, platform.machine())
 
 
-def _version(name: str) -> str:
+def _read_version(name: str) -> str:
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:

@@ -1,9 +1,8 @@
-"""Who has the other half of the processor's core: on a virtual machine others may, in seconds of this and seconds of that.
+"""Detects steps that other machines on the same processor disturbed.
 
-While they work, the core's caches fill with what is theirs, and a µs of Python that comes once in some ms costs 20 to 60 µs;
-and whatever computes takes up to twice as long. What a hook costs then says who the neighbours are. So after every step
-of a loop a probe, which has nothing to do with what is measured, says whether that step was disturbed: a bit of Python
-where a loop leaves the caches alone, some arithmetic where its own model fills them.
+The other half of a core may be in use by another virtual machine, for seconds at a time. Then the caches are cold, and
+1 µs of Python that runs every few ms takes 20 to 60 µs. Arithmetic takes up to twice as long. So a probe is timed after
+each step: a few instructions of Python where the loop leaves the caches alone, and arithmetic where a model fills them.
 """
 
 from __future__ import annotations
@@ -19,56 +18,56 @@ from benchmarks import machine
 
 
 class Limit(NamedTuple):
-    """How many times as long as this percentile of all of them a probe may take after a step that is called undisturbed."""
+    """An undisturbed probe takes at most `times` this percentile of all probes."""
 
     times: float
     percentile: float
 
 
 LIMIT = Limit(2.5, 1)
-"""Of `probe`: of its best."""
+"""For `time_probe`, relative to the fastest probes."""
 PACE_LIMIT = Limit(1.25, 50)
-"""Of `pace`: of its usual one, since a processor's clock changes for minutes, which disturbs no single step. Its values lie
-around one time and around one and a half."""
-PATIENCE_S = 30.0
-_ADDED = 3000
+"""For `time_arithmetic`, relative to the usual time: the clock of a processor changes for minutes, which disturbs no
+single step. Disturbed times are about one and a half of it."""
+MAX_WAIT_S = 30.0
+_ADDITIONS = 3000
 _WAIT_S = 0.0035
-_TIMES = 9
+_PROBES = 9
 
 
-def probe() -> int:
-    """What the bit of Python takes just now, ns; 2 µs where nobody disturbs."""
+def time_probe() -> int:
+    """Returns the time (ns) of an addition of fractions: 2 µs if undisturbed."""
     began = time.perf_counter_ns()
     Fraction(22, 7) + Fraction(1, 5)
     return time.perf_counter_ns() - began
 
 
-def pace() -> int:
-    """What a tenth of a ms of arithmetic takes just now, ns."""
+def time_arithmetic() -> int:
+    """Returns the time (ns) of 0.1 ms of arithmetic."""
     began, total = time.perf_counter_ns(), 0
-    for number in range(_ADDED):
+    for number in range(_ADDITIONS):
         total += number * number
     return time.perf_counter_ns() - began
 
 
-def undisturbed_below(probes: Sequence[int] | np.ndarray, limit: Limit = LIMIT) -> float:
-    """What the probe takes at most after an undisturbed step, by all the probes of one measurement, in their unit."""
+def compute_limit(probes: Sequence[int] | np.ndarray, limit: Limit = LIMIT) -> float:
+    """Returns the longest time of an undisturbed probe, in the unit of `probes`."""
     return float(limit.times * np.percentile(probes, limit.percentile))
 
 
 def wait_until_undisturbed(core: set[int]) -> None:
-    """Returns when that core's caches stay ours for a while, or after `PATIENCE_S`."""
-    before, until = machine.allowed(), time.monotonic() + PATIENCE_S
+    """Waits until the caches of this core are undisturbed, at most `MAX_WAIT_S`."""
+    before, until = machine.read_allowed_cores(), time.monotonic() + MAX_WAIT_S
     machine.pin_this_thread(core)
-    best = min(probe() for _ in range(_TIMES))
-    while float(np.median([_after_a_wait() for _ in range(_TIMES)])) > LIMIT.times * best:
+    fastest = min(time_probe() for _ in range(_PROBES))
+    while float(np.median([_probe_after_wait() for _ in range(_PROBES)])) > LIMIT.times * fastest:
         if time.monotonic() > until:
             break
     machine.pin_this_thread(before)
 
 
-def _after_a_wait() -> int:
+def _probe_after_wait() -> int:
     until = time.perf_counter() + _WAIT_S
     while time.perf_counter() < until:
         pass
-    return probe()
+    return time_probe()

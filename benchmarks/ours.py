@@ -1,4 +1,4 @@
-"""otel_infer on the simulated engine, the way an integration would put it there, and otel_infer pointed at a receiver."""
+"""otel_infer with a receiver, and its hooks on the simulated engine, as an integration installs them."""
 
 from __future__ import annotations
 
@@ -23,14 +23,13 @@ from otel_infer.tracing import start
 
 ENGINE = "simulator"
 MODEL = "simulated"
-HOOKED = ("schedule", "update", "admit", "answer")
+HOOKED = ("schedule_batch", "update_batch", "admit_request", "answer_request")
 
-_packed_of = attrgetter("packed")
+_get_packed = attrgetter("packed")
 
 
 class Exporting:
-    """otel_infer with the real sidecar, for as long as `with` lasts. Every step of every request is exported, unless `steps`
-    (OTEL_INFER_STEPS) says otherwise. `metrics`: they are sent as well, as they are by default."""
+    """Runs otel_infer with the real sidecar. `steps` is OTEL_INFER_STEPS; `metrics`: metrics are sent too, as by default."""
 
     def __init__(
         self,
@@ -48,17 +47,17 @@ class Exporting:
             os.environ["OTEL_METRICS_EXPORTER"] = "none"
         otel_infer.instrument(integrations=integrations)
         if not recorder.ensure_rings() or installation.sidecar is None:
-            raise RuntimeError("the sidecar was not started; `otel-infer doctor` says why")
+            raise RuntimeError("the sidecar did not start; see `otel-infer doctor`")
         self.pid: int = installation.sidecar.pid
         if not otel_infer.flush(30):
-            raise RuntimeError("the sidecar does not answer")
-        _, others = machine.cores()
+            raise RuntimeError("the sidecar did not respond within 30 s")
+        _, others = machine.choose_cores()
         machine.pin_process(self.pid, others)
 
     def flush(self) -> None:
-        """Everything stated so far is with the receiver afterwards."""
+        """Waits until all recorded events are sent."""
         if not otel_infer.flush(60):
-            raise RuntimeError("the sidecar did not get everything sent within a minute")
+            raise RuntimeError("the sidecar did not send everything within 60 s")
 
     def __enter__(self) -> Exporting:
         return self
@@ -71,60 +70,57 @@ class Exporting:
 
 
 class Binding:
-    """Our hooks on one engine. `put_on` and `take_off` change what the engine calls: off is the bare engine.
-
-    Not `sampled`: every request comes from a caller who does not sample.
-    """
+    """Our hooks on one engine. With `sampled` False each request comes from a caller that does not sample."""
 
     def __init__(self, engine: Engine, sampled: bool = True) -> None:
-        self.engine, self._around = engine, None if sampled else _unsampled()
+        self.engine, self._around = engine, None if sampled else _make_unsampled_context()
         log = recorder.acquire_batch_writer(ENGINE)
         if log is None:
-            raise RuntimeError("no step log to be had")
+            raise RuntimeError("no step log is available")
         self.log: BatchWriter = log
         self.hook = Hook("benchmarks.engine:Engine")
         self._left: list[Sequence] = []
         self._open: set[Sequence] = set()
-        self._seen: list[range] = []
+        self._hooked: list[range] = []
         self._step = 0
         # Each member carries its handle, as the states of transformers do.
-        self.log.pack_handles = lambda members: b"".join(map(_packed_of, members))
+        self.log.pack_handles = lambda members: b"".join(map(_get_packed, members))
 
-    def put_on(self) -> None:
-        """Catches up with what came and went meanwhile, then hooks the engine."""
+    def switch_on(self) -> None:
+        """Updates the open requests, then hooks the engine."""
         engine = self.engine
-        engine.settle()
-        here = {*engine.running, *engine.arrivals}
-        for sequence in self._open - here:
-            self._finished(sequence)
-            self._ended(sequence)
-        for sequence in here - self._open:
-            self._arrived(sequence)
+        engine.wait_for_front()
+        present = {*engine.running, *engine.arrivals}
+        for sequence in self._open - present:
+            self._finish(sequence)
+            self._end(sequence)
+        for sequence in present - self._open:
+            self._start(sequence)
         self._began = engine.steps + 1
         for name in HOOKED:
             setattr(engine, name, getattr(self, name)(getattr(engine, name)))
 
-    def take_off(self) -> None:
-        """The bare engine again."""
-        self.engine.settle()
-        self._seen.append(range(self._began, self.engine.steps + 1))
+    def switch_off(self) -> None:
+        """Restores the bare engine."""
+        self.engine.wait_for_front()
+        self._hooked.append(range(self._began, self.engine.steps + 1))
         for name in HOOKED:
             delattr(self.engine, name)
 
-    def end_all(self) -> int:
-        """Ends whoever is in flight; returns how many step spans there should be in all."""
-        self.engine.settle()
+    def end_requests(self) -> int:
+        """Ends the requests in flight. Returns the expected number of step spans."""
+        self.engine.wait_for_front()
         for sequence in list(self._open):
-            self._ended(sequence)
+            self._end(sequence)
         recorder.release_batch_writer(ENGINE, self.log)
         running = [(sequence.first, self.engine.steps) for sequence in self.engine.running]
-        return sum(max(self._steps_between(*steps) - 1, 0) for steps in self.engine.answered + running)
+        return sum(max(self._count_hooked(*steps) - 1, 0) for steps in self.engine.answered + running)
 
-    def schedule(self, original: Callable[[], list[Sequence]]) -> Callable[[], list[Sequence]]:
-        """The hook on `Engine.schedule`."""
+    def schedule_batch(self, original: Callable[[], list[Sequence]]) -> Callable[[], list[Sequence]]:
+        """Hooks `Engine.schedule_batch`."""
         engine, hook, log = self.engine, self.hook, self.log
 
-        def schedule() -> list[Sequence]:
+        def schedule_batch() -> list[Sequence]:
             running = original()
             if hook.alive and recorder.active:
                 try:
@@ -136,45 +132,45 @@ class Binding:
                     hook.mark_failed(reason)
             return running
 
-        return schedule
+        return schedule_batch
 
-    def update(self, original: Callable[[], Sequence | None]) -> Callable[[], Sequence | None]:
-        """The hook on `Engine.update`."""
+    def update_batch(self, original: Callable[[], Sequence | None]) -> Callable[[], Sequence | None]:
+        """Hooks `Engine.update_batch`."""
         hook, log, engine = self.hook, self.log, self.engine
 
-        def update() -> Sequence | None:
+        def update_batch() -> Sequence | None:
             finished = original()
             if hook.alive and recorder.active:
                 try:
                     log.write_done(self._step, b"", engine.size)
                     if finished is not None:
-                        self._finished(finished)
+                        self._finish(finished)
                 except Exception as reason:
                     hook.mark_failed(reason)
             return finished
 
-        return update
+        return update_batch
 
-    def admit(self, original: Callable[[], Sequence]) -> Callable[[], Sequence]:
-        """The hook on `Engine.admit`."""
+    def admit_request(self, original: Callable[[], Sequence]) -> Callable[[], Sequence]:
+        """Hooks `Engine.admit_request`."""
 
-        def admit() -> Sequence:
+        def admit_request() -> Sequence:
             sequence = original()
-            self._arrived(sequence)
+            self._start(sequence)
             return sequence
 
-        return admit
+        return admit_request
 
-    def answer(self, original: Callable[[Sequence], None]) -> Callable[[Sequence], None]:
-        """The hook on `Engine.answer`."""
+    def answer_request(self, original: Callable[[Sequence], None]) -> Callable[[Sequence], None]:
+        """Hooks `Engine.answer_request`."""
 
-        def answer(sequence: Sequence) -> None:
+        def answer_request(sequence: Sequence) -> None:
             original(sequence)
-            self._ended(sequence)
+            self._end(sequence)
 
-        return answer
+        return answer_request
 
-    def _arrived(self, sequence: Sequence) -> None:
+    def _start(self, sequence: Sequence) -> None:
         request: Any = start.open_request(
             f"chat {MODEL}", owner=ENGINE, around=self._around, operation="chat", provider=ENGINE, model=MODEL
         )
@@ -183,20 +179,19 @@ class Binding:
         sequence.live, sequence.packed = request, request.packed
         self._open.add(sequence)
 
-    def _finished(self, sequence: Sequence) -> None:
+    def _finish(self, sequence: Sequence) -> None:
         self._left.append(sequence)
         sequence.live.record_event(events.EngineFinished(_clock.now(), "length", 0))
 
-    def _ended(self, sequence: Sequence) -> None:
+    def _end(self, sequence: Sequence) -> None:
         self._open.discard(sequence)
         sequence.live.close()
 
-    def _steps_between(self, first: int, last: int) -> int:
-        """The steps of these that we watched; the first of them is the request's prefill to us."""
-        return sum(max(min(last + 1, seen.stop) - max(first, seen.start), 0) for seen in self._seen)
+    def _count_hooked(self, first: int, last: int) -> int:
+        """Returns the number of hooked steps in this interval. The first of them is recorded as the request's prefill."""
+        return sum(max(min(last + 1, steps.stop) - max(first, steps.start), 0) for steps in self._hooked)
 
 
-def _unsampled() -> Context:
-    """A caller's context whose flags say 00."""
+def _make_unsampled_context() -> Context:
     caller = trace.SpanContext(1 << 100, 1 << 50, is_remote=True, trace_flags=trace.TraceFlags(0))
     return trace.set_span_in_context(trace.NonRecordingSpan(caller))

@@ -1,4 +1,4 @@
-"""Step hooks where the engine hands over its own ordered list, and what is stated beside the steps."""
+"""Step hooks of an engine that hands over its own ordered list, `otel_infer.step`, and the events of a request."""
 
 from __future__ import annotations
 
@@ -8,7 +8,15 @@ from typing import Any
 
 import otel_infer
 from benchmarks.engine import PROMPT, Sequence
-from benchmarks.hook_cases import CHANGED_NS, DERIVED_NS, KEYFRAME_NS, SEQUENCES, UNCHANGED_NS, Case, repeated
+from benchmarks.hook_cases import (
+    CHANGED_NS,
+    DERIVED_NS,
+    KEYFRAME_NS,
+    SEQUENCES,
+    UNCHANGED_NS,
+    Case,
+    repeat_functions,
+)
 from otel_infer import _clock
 from otel_infer._bootstrap import install
 from otel_infer.instrumentation.hooks.probe import Hook
@@ -20,15 +28,15 @@ from otel_infer.tracing import request_span, start
 
 
 def record_in_memory() -> None:
-    """Facts go to rings that nobody reads: the writer does the same work, whoever reads."""
+    """Records into rings without a reader; the writer's work is the same."""
     recorder.start(MemoryArena, lambda: None, lambda reason: None)
     request_span.span_factory = install._create_span_factory(None)
 
 
 class OwnList:
-    """An engine that hands over its own ordered list of `members`, and the hooks that an integration puts on it.
+    """An engine with its own ordered list of `members`, and the hooks of an integration on it.
 
-    `make` makes a newcomer. Two ring facts a step, in closures that hold the engine's functions.
+    `make` makes a new member. The hooks record two events per step.
     """
 
     def __init__(self, members: list[Any], make: Callable[[], Any], pack: Callable[[Any], bytes]) -> None:
@@ -39,48 +47,48 @@ class OwnList:
         self.members, self.make = members, make
         self.newcomers: list[Any] = []
         self.left: list[Any] = []
-        self.several: Any = ()
+        self.prompts: Any = ()
         self.step = 0
-        self.schedule = self._scheduling(self.engine_schedule)
-        self.update = self._updating(self.engine_update)
+        self.schedule = self._hook_schedule(self.engine_schedule)
+        self.update = self._hook_update(self.engine_update)
 
     # ── the engine ───────────────────────────────────────────────────────────────────────────────────────────────
 
     def engine_schedule(self) -> list[Any]:
-        """Nothing changes."""
+        """Returns an unchanged batch."""
         return self.members
 
     def engine_update(self) -> None:
-        """The forward is over."""
+        """Replaces the forward."""
 
-    def change(self) -> None:
-        """The engine's own work where one finishes and one is admitted: a new list."""
+    def change_members(self) -> None:
+        """Makes a new list, as an engine does if one sequence finishes and one is admitted."""
         members = self.members.copy()
         self.left = [members.pop(SEQUENCES // 2)]
         members.append(self.newcomers.pop())
         self.members = members
 
-    def prompt(self) -> None:
-        """The newcomer's prompt is in the step."""
-        self.several = ((self.members[-1], PROMPT),)
+    def add_prompt(self) -> None:
+        """Adds the newcomer's prompt to the step."""
+        self.prompts = ((self.members[-1], PROMPT),)
 
     # ── our hooks ────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _scheduling(self, original: Callable[[], list[Any]]) -> Callable[[], list[Any]]:
+    def _hook_schedule(self, original: Callable[[], list[Any]]) -> Callable[[], list[Any]]:
         log, hook = self.log, Hook("benchmarks")
 
         def schedule() -> list[Any]:
             members = original()
             if hook.alive and recorder.active:
                 try:
-                    self.step = log.write_scheduled(members, self.left, b"", 0, 0, SEQUENCES, 0, self.several)
+                    self.step = log.write_scheduled(members, self.left, b"", 0, 0, SEQUENCES, 0, self.prompts)
                 except Exception as reason:
                     hook.mark_failed(reason)
             return members
 
         return schedule
 
-    def _updating(self, original: Callable[[], None]) -> Callable[[], None]:
+    def _hook_update(self, original: Callable[[], None]) -> Callable[[], None]:
         log, hook = self.log, Hook("benchmarks")
 
         def update() -> None:
@@ -93,65 +101,76 @@ class OwnList:
 
         return update
 
-    # ── what is measured ─────────────────────────────────────────────────────────────────────────────────────────
+    # ── the cases ─────────────────────────────────────────────────────────────────────────────────────────
 
-    def steady(self, steps: int) -> None:
-        """Nobody came or left since the last step."""
-        self.left, self.several = [], ()
+    def prepare_unchanged(self, steps: int) -> None:
+        """Prepares steps without a change."""
+        self.left, self.prompts = [], ()
         self.schedule()
 
-    def renew(self, steps: int) -> None:
-        """Gets newcomers ready; the log knows the batch."""
-        self.steady(steps)
+    def prepare_changed(self, steps: int) -> None:
+        """Prepares newcomers, after the log has recorded the batch."""
+        self.prepare_unchanged(steps)
         self.newcomers = [self.make() for _ in range(steps)]
 
-    def cases(self, objects: str) -> Iterator[Case]:
+    def make_cases(self, objects: str) -> Iterator[Case]:
         """Unchanged, changed, changed with a prompt, keyframe."""
         bare, hooked = (self.engine_schedule, self.engine_update), (self.schedule, self.update)
 
         def case(
             claim: str, gate_ns: float, before: Callable[[int], None], *engine: Callable[[], Any]
         ) -> Case:
-            both = repeated(*engine, *bare), repeated(*engine, *hooked)
+            both = repeat_functions(*engine, *bare), repeat_functions(*engine, *hooked)
             return Case(f"step, {claim}, {objects}", gate_ns, *both, before)
 
-        yield case("own list unchanged", UNCHANGED_NS, self.steady)
-        yield case("own list, one joins and one leaves", CHANGED_NS, self.renew, self.change)
-        yield case("the same with the newcomer's prompt", CHANGED_NS, self.renew, self.change, self.prompt)
-        yield case("keyframe", KEYFRAME_NS, self.steady, self.log.force_keyframe)
+        yield case("own list unchanged", UNCHANGED_NS, self.prepare_unchanged)
+        yield case(
+            "own list, one joins and one leaves", CHANGED_NS, self.prepare_changed, self.change_members
+        )
+        yield case(
+            "the same with the newcomer's prompt",
+            CHANGED_NS,
+            self.prepare_changed,
+            self.change_members,
+            self.add_prompt,
+        )
+        yield case("keyframe", KEYFRAME_NS, self.prepare_unchanged, self.log.force_keyframe)
 
 
-def cases() -> Iterator[Case]:
-    """On the simulator's objects; a loop of one's own; and what a request says of itself besides."""
-    packed_of = attrgetter("packed")
-    members = [_sequence() for _ in range(SEQUENCES)]
-    yield from OwnList(members, _sequence, lambda some: b"".join(map(packed_of, some))).cases(
+def make_cases() -> Iterator[Case]:
+    """Yields the cases on the simulator's objects, of a hand-written loop, and of a request."""
+    get_packed = attrgetter("packed")
+    members = [_make_sequence() for _ in range(SEQUENCES)]
+    yield from OwnList(members, _make_sequence, lambda batch: b"".join(map(get_packed, batch))).make_cases(
         "simulator's objects"
     )
     batch = [otel_infer.request("chat").__enter__() for _ in range(SEQUENCES)]
     yield Case(
         "otel_infer.step(batch), unchanged",
         DERIVED_NS,
-        repeated(lambda: batch),
-        repeated(lambda: _step(batch)),
+        repeat_functions(lambda: batch),
+        repeat_functions(lambda: _run_step(batch)),
     )
     yield Case(
-        "request, arrival to end, all facts (any thread)", None, repeated(lambda: None), repeated(_request)
+        "request, arrival to end, all events (any thread)",
+        None,
+        repeat_functions(lambda: None),
+        repeat_functions(_record_request),
     )
 
 
-def _sequence() -> Sequence:
-    made = Sequence()
-    made.packed = b"\x01\x00\x00\x00"
-    return made
+def _make_sequence() -> Sequence:
+    sequence = Sequence()
+    sequence.packed = b"\x01\x00\x00\x00"
+    return sequence
 
 
-def _step(batch: list[Any]) -> None:
+def _run_step(batch: list[Any]) -> None:
     with otel_infer.step(batch):
         pass
 
 
-def _request() -> None:
+def _record_request() -> None:
     request: Any = start.open_request(
         "chat", owner="benchmark", operation="chat", provider="benchmark", model="tiny"
     )

@@ -1,8 +1,8 @@
-"""How long hooks take in a loop that runs: the time in what was put around the engine's functions, less that in the functions.
+"""Measures the time of hooks in a running loop: the time of the hooked functions minus that of the originals inside
+them.
 
-Where steps of one kind differ by 10 % among themselves, holding loops against each other cannot tell 0.1 % from nothing; this can.
-What hooks do to the speed of other code is not in it. What reading the clock takes is: who asks subtracts
-what it comes to with `nothing`.
+Steps of one kind differ by 10 %, so a comparison of loops cannot show 0.1 %. Effects of hooks on the speed of other
+code are not included. Clock reads are: subtract the result with `empty`.
 """
 
 from __future__ import annotations
@@ -20,38 +20,38 @@ _now = time.perf_counter_ns
 
 
 class OwnTime:
-    """ns so far, on the thread that `began` was called on. `nothing`: hooks are left out from here on, and only their places
-    are timed."""
+    """The time of hooks so far (ns) on the thread that called `reset`. With `empty` no hooks are made, only their
+    time is measured."""
 
     def __init__(self) -> None:
         self.ns = 0
-        self.nothing = False
+        self.empty = False
         self._thread = 0
 
-    def began(self) -> None:
-        """From here on, for what this thread calls."""
+    def reset(self) -> None:
+        """Starts at 0, for calls of the calling thread."""
         self._thread, self.ns = threading.get_ident(), 0
 
-    def around(
+    def wrap_timed(
         self, make: Callable[[Callable[..., Any]], Callable[..., Any]], original: Callable[..., Any]
     ) -> Callable[..., Any]:
-        """What `make` puts in the place of `original`, timed."""
-        inner = self._timed(original, -1)
-        return self._timed(inner if self.nothing else make(inner), 1)
+        """Returns what `make` returns for `original`, timed."""
+        inner = self._add_time(original, -1)
+        return self._add_time(inner if self.empty else make(inner), 1)
 
     @contextmanager
-    def of_ours(self) -> Iterator[None]:
-        """Of the step hooks that are installed meanwhile."""
-        made = HotPathPatch._wrap_original
-        HotPathPatch._wrap_original = lambda place, original: self.around(
-            functools.partial(made, place), original
+    def time_our_hooks(self) -> Iterator[None]:
+        """Times the step hooks that are installed meanwhile."""
+        wrap_original = HotPathPatch._wrap_original
+        HotPathPatch._wrap_original = lambda place, original: self.wrap_timed(
+            functools.partial(wrap_original, place), original
         )  # type: ignore[method-assign]
         try:
             yield
         finally:
-            HotPathPatch._wrap_original = made  # type: ignore[method-assign]
+            HotPathPatch._wrap_original = wrap_original  # type: ignore[method-assign]
 
-    def _timed(self, function: Callable[..., Any], sign: int) -> Callable[..., Any]:
+    def _add_time(self, function: Callable[..., Any], sign: int) -> Callable[..., Any]:
         @functools.wraps(function)
         def timed(*args: Any, **kwargs: Any) -> Any:
             if threading.get_ident() != self._thread:

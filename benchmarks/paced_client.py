@@ -1,6 +1,7 @@
-"""An HTTP client in a process of its own, over one connection that stays open, at a fixed rate.
+"""An HTTP client in a separate process: one open connection, a fixed rate.
 
-python -m benchmarks.paced_client      reads `PORT PATH REQUESTS RATE` lines, answers each with how many came back right
+python -m benchmarks.paced_client reads `PORT PATH REQUESTS RATE` lines, answers each with the number of successful
+requests
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ HEADERS = {
 
 
 class Client:
-    """The parent's side."""
+    """Starts the process and sends commands to it."""
 
     def __init__(self) -> None:
         command = [sys.executable, "-m", "benchmarks.paced_client"]
@@ -29,41 +30,41 @@ class Client:
         )
         self.pid = self._process.pid
 
-    def ask(self, port: int, path: str, requests: int, rate: float) -> None:
-        """So many requests, so many a second; returns when the last one was answered. Raises if one was not."""
+    def send_requests(self, port: int, path: str, requests: int, rate: float) -> None:
+        """Sends this many requests per second. Returns after the last response, and raises if one failed."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(f"{port} {path} {requests} {rate}\n")
-        answered = self._process.stdout.readline().strip()
-        if answered != str(requests):
-            raise RuntimeError(f"{answered or 'none'} of {requests} requests came back right")
+        succeeded = self._process.stdout.readline().strip()
+        if succeeded != str(requests):
+            raise RuntimeError(f"{succeeded or 'none'} of {requests} requests succeeded")
 
     def close(self) -> None:
-        """Ends it."""
+        """Ends the process."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait(10)
 
 
-def _asked(port: int, path: str, requests: int, rate: float) -> int:
-    connection, right = http.client.HTTPConnection("127.0.0.1", port, timeout=30), 0
+def _send_requests(port: int, path: str, requests: int, rate: float) -> int:
+    connection, succeeded = http.client.HTTPConnection("127.0.0.1", port, timeout=30), 0
     due = time.perf_counter()
     for _ in range(requests):
         connection.request("POST", path, BODY, HEADERS)
         response = connection.getresponse()
-        right += bool(response.read()) and response.status == 200
+        succeeded += bool(response.read()) and response.status == 200
         due += 1 / rate
         time.sleep(max(due - time.perf_counter(), 0))
     connection.close()
-    return right
+    return succeeded
 
 
 def main() -> None:
-    """Until its standard input ends."""
+    """Runs until standard input ends."""
     os.nice(5)
     for line in sys.stdin:
         port, path, requests, rate = line.split()
-        print(_asked(int(port), path, int(requests), float(rate)), flush=True)
+        print(_send_requests(int(port), path, int(requests), float(rate)), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A load for some seconds at a fixed pace: what it came to. What the engine takes without telemetry is taken off."""
+"""Runs a load at a fixed pace and measures its CPU time, without the CPU time of the engine itself."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from benchmarks import machine, neighbours
-from benchmarks.engine import Engine, at_pace
+from benchmarks.engine import Engine, iterate_at_pace
 from benchmarks.receiver import Receiver
 
 OFFERED = 50_000
-"""Step spans a second."""
+"""Step spans per second."""
 
 
 class Part(NamedTuple):
-    """Some seconds of load and what they came to; CPU in ns, without what the bare engine takes."""
+    """The result of some seconds of load; CPU in ns, without that of the bare engine."""
 
     rate: float
     seconds: float
@@ -24,10 +24,10 @@ class Part(NamedTuple):
     server_cpu: float
     sidecar_cpu: float
     probes: list[int]
-    """Of `neighbours`, ns, before each step."""
+    """Probes of `neighbours` before each step, ns."""
 
 
-def part(
+def measure_part(
     engine: Engine,
     binding: Any,
     receiver: Receiver,
@@ -36,44 +36,48 @@ def part(
     seconds: float,
     offered: int = OFFERED,
 ) -> Part:
-    """One part at `offered` step spans a second: a bare half before and after the hooked one, whose CPU is subtracted."""
-    bare_taken, _, probes = paced(engine, seconds / 2, offered)
-    if binding is None:
-        return Part(0, 0, 0, {}, 0, 0, probes)
-    binding.put_on()
+    """Measures one part at `offered` step spans per second. A bare half before and one after it are subtracted."""
+    bare_cpu, _, probes = run_paced(engine, seconds / 2, offered)
+    binding.switch_on()
     steps = engine.steps
-    sidecar_cpu = machine.cpu_ns(sidecar) if sidecar else 0
-    taken, lasted, more = paced(engine, seconds, offered)
+    sidecar_cpu = machine.read_cpu_ns(sidecar) if sidecar else 0
+    server_cpu, lasted, more_probes = run_paced(engine, seconds, offered)
     rate = (engine.steps - steps) * engine.size / lasted
-    binding.take_off()
-    expected = binding.end_all()  # as many arrived before the part as end after it
+    binding.switch_off()
+    expected = binding.end_requests()  # as many arrived before the part as end after it
     before = time.process_time_ns()
     flush()
-    taken += time.process_time_ns() - before
-    sidecar_cpu = machine.cpu_ns(sidecar) - sidecar_cpu if sidecar else 0
-    bare_after, _, last = paced(engine, seconds / 2, offered)
+    server_cpu += time.process_time_ns() - before
+    sidecar_cpu = machine.read_cpu_ns(sidecar) - sidecar_cpu if sidecar else 0
+    bare_cpu_after, _, last_probes = run_paced(engine, seconds / 2, offered)
     engine.answered.clear()
-    server_cpu = taken - bare_taken - bare_after
-    return Part(rate, lasted, expected, receiver.counted(), server_cpu, sidecar_cpu, probes + more + last)
+    return Part(
+        rate,
+        lasted,
+        expected,
+        receiver.read_counts(),
+        server_cpu - bare_cpu - bare_cpu_after,
+        sidecar_cpu,
+        probes + more_probes + last_probes,
+    )
 
 
-def paced(engine: Engine, seconds: float, offered: int) -> tuple[int, float, list[int]]:
-    """Steps at the pace that offers so many spans a second; process CPU without that of the pauses, the seconds it took, and
-    the probe of `neighbours` before each step.
+def run_paced(engine: Engine, seconds: float, offered: int) -> tuple[int, float, list[int]]:
+    """Runs steps at a pace of `offered` spans per second. Delays are not caught up on.
 
-    Who falls behind does not catch up: what was not offered in time is not offered.
+    Returns the CPU time of the process without the pauses (ns), the duration (s), and the probe before each step (ns).
     """
     pause = engine.size / offered
-    began, everything, this_thread = time.perf_counter(), time.process_time_ns(), time.thread_time_ns()
+    began, process_cpu, thread_cpu = time.perf_counter(), time.process_time_ns(), time.thread_time_ns()
     stepping, probes = 0, []
-    for _ in at_pace(int(seconds / pause), pause):
-        probes.append(neighbours.probe())
+    for _ in iterate_at_pace(int(seconds / pause), pause):
+        probes.append(neighbours.time_probe())
         before = time.thread_time_ns()
-        engine.step()
+        engine.run_step()
         stepping += time.thread_time_ns() - before
-    others = (time.process_time_ns() - everything) - (time.thread_time_ns() - this_thread)
+    others = (time.process_time_ns() - process_cpu) - (time.thread_time_ns() - thread_cpu)
     return stepping + others, time.perf_counter() - began, probes
 
 
-def nothing() -> None:
-    """In the place of a flush."""
+def do_nothing() -> None:
+    """Replaces a flush."""

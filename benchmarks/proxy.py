@@ -1,4 +1,4 @@
-"""A TCP proxy that hands everything on a little later, in both directions: a network with a delay."""
+"""A TCP proxy that delays data in both directions, as a network does."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import time
 
 
 class DelayingProxy:
-    """Listens on a port of its own, `with`; what it reads reaches `target` (a port on this host) `delay` s later."""
+    """Listens on its own port and forwards to `target`, a port of this host, after `delay` s."""
 
     def __init__(self, target: int, delay: float) -> None:
         self._target, self._delay = target, delay
@@ -31,26 +31,26 @@ class DelayingProxy:
             except OSError:
                 return
             server = socket.create_connection(("127.0.0.1", self._target))
-            for one, other in ((client, server), (server, client)):
-                self._carry(one, other)
+            for source, sink in ((client, server), (server, client)):
+                self._forward(source, sink)
 
-    def _carry(self, source: socket.socket, sink: socket.socket) -> None:
-        pieces: queue.Queue[tuple[float, bytes]] = queue.Queue()
-        threading.Thread(target=self._read, args=(source, pieces), daemon=True).start()
-        threading.Thread(target=self._write, args=(sink, pieces), daemon=True).start()
+    def _forward(self, source: socket.socket, sink: socket.socket) -> None:
+        chunks: queue.Queue[tuple[float, bytes]] = queue.Queue()
+        threading.Thread(target=self._read_chunks, args=(source, chunks), daemon=True).start()
+        threading.Thread(target=self._write_chunks, args=(sink, chunks), daemon=True).start()
 
-    def _read(self, source: socket.socket, pieces: queue.Queue[tuple[float, bytes]]) -> None:
+    def _read_chunks(self, source: socket.socket, chunks: queue.Queue[tuple[float, bytes]]) -> None:
         data = b"?"
         while data:
             try:
                 data = source.recv(65536)
             except OSError:
                 data = b""
-            pieces.put((time.monotonic() + self._delay, data))
+            chunks.put((time.monotonic() + self._delay, data))
 
-    def _write(self, sink: socket.socket, pieces: queue.Queue[tuple[float, bytes]]) -> None:
+    def _write_chunks(self, sink: socket.socket, chunks: queue.Queue[tuple[float, bytes]]) -> None:
         while True:
-            due, data = pieces.get()
+            due, data = chunks.get()
             time.sleep(max(due - time.monotonic(), 0))
             with contextlib.suppress(OSError):
                 if not data:

@@ -1,6 +1,6 @@
-"""An OTLP/HTTP receiver in a process of its own: keeps what arrives as it came and counts it when asked, after the load.
+"""An OTLP/HTTP receiver in a separate process. It stores request bodies, and counts spans on request, after the load.
 
-python -m benchmarks.receiver        says its port on standard output, ends with its standard input
+python -m benchmarks.receiver        prints its port, ends with its standard input
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ STEP = "decode step"
 
 
 class Receiver:
-    """The parent's side: starts one, asks it what arrived."""
+    """Starts a receiver process and reads its counts."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -36,20 +36,22 @@ class Receiver:
         self.pid = self._process.pid
         self.endpoint = f"http://127.0.0.1:{int(self._process.stdout.readline())}"
 
-    def counted(self) -> dict[str, Any]:
-        """What arrived since it was last asked: spans, unique ids, spans by name, bytes raw and as sent; `metrics`: what the
-        last export said of every series, by metric and the values of its attributes."""
-        with urllib.request.urlopen(f"{self.endpoint}/counted", timeout=300) as answer:
-            found: dict[str, Any] = json.load(answer)
-        return found
+    def read_counts(self) -> dict[str, Any]:
+        """Returns the counts since the last call: spans, unique ids, spans by name, raw and sent bytes.
 
-    def answer_after(self, seconds: float) -> None:
-        """Every answer to an export takes so long from now on."""
-        with urllib.request.urlopen(f"{self.endpoint}/answer_after/{seconds}", timeout=30):
+        `metrics` has the values of the last export by metric and attribute values.
+        """
+        with urllib.request.urlopen(f"{self.endpoint}/counts", timeout=300) as response:
+            counts: dict[str, Any] = json.load(response)
+        return counts
+
+    def delay_responses(self, seconds: float) -> None:
+        """Delays the response to each export from now on."""
+        with urllib.request.urlopen(f"{self.endpoint}/delay/{seconds}", timeout=30):
             pass
 
     def close(self) -> None:
-        """Ends it."""
+        """Ends the process."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait(10)
@@ -61,107 +63,106 @@ class Receiver:
         self.close()
 
 
-class _Kept:
-    """Bodies of trace exports, in order of arrival, and of the last export of metrics."""
+class _Bodies:
+    """Bodies of trace exports in order of arrival, and of the last export of metrics."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._bodies: list[tuple[bytes, str]] = []
+        self._traces: list[tuple[bytes, str]] = []
         self.metrics = b""
 
-    def add(self, body: bytes, encoding: str) -> None:
+    def add_traces(self, body: bytes, encoding: str) -> None:
         with self._lock:
-            self._bodies.append((body, encoding))
+            self._traces.append((body, encoding))
 
-    def taken(self) -> list[tuple[bytes, str]]:
+    def take_traces(self) -> list[tuple[bytes, str]]:
         with self._lock:
-            taken, self._bodies = self._bodies, []
+            taken, self._traces = self._traces, []
         return taken
 
 
-def count(bodies: list[tuple[bytes, str]]) -> dict[str, Any]:
-    """Spans, unique (trace id, span id) pairs, spans by name, server spans by who made them, and bytes; `plain` are step spans with
-    two attributes."""
+def count_spans(bodies: list[tuple[bytes, str]]) -> dict[str, Any]:
+    """Returns the number of spans, of unique (trace id, span id) pairs, spans by name, server spans by scope, and bytes.
+
+    `plain` counts step spans with at most two attributes.
+    """
     from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
     names: Counter[str] = Counter()
     servers: Counter[str] = Counter()
-    seen: set[bytes] = set()
-    sizes: dict[bool, list[int]] = {True: [], False: []}
-    raw = wire = 0
+    unique: set[bytes] = set()
+    step_sizes: dict[bool, list[int]] = {True: [], False: []}
+    wire = 0
     for body, encoding in bodies:
-        text = _text(body, encoding)
-        raw, wire = raw + len(text), wire + len(body)
-        lengths = span_lengths(text)
+        text = _decompress(body, encoding)
+        wire += len(body)
+        lengths = measure_spans(text)
         for of_resource in ExportTraceServiceRequest.FromString(text).resource_spans:
             for of_scope in of_resource.scope_spans:
                 for span, length in zip(of_scope.spans, lengths):
                     names[span.name] += 1
                     servers[of_scope.scope.name] += span.kind == span.SPAN_KIND_SERVER
-                    seen.add(span.trace_id + span.span_id)
+                    unique.add(span.trace_id + span.span_id)
                     if span.name == STEP:
-                        sizes[len(span.attributes) <= 2].append(length)
-    found = {
-        "posts": len(bodies),
+                        step_sizes[len(span.attributes) <= 2].append(length)
+    return {
         "spans": sum(names.values()),
-        "unique": len(seen),
+        "unique": len(unique),
         "names": names,
         "servers": servers,
-    }
-    steps = {
         "steps": names[STEP],
-        "plain": len(sizes[True]),
-        "plain_raw": sum(sizes[True]),
-        "other_raw": sum(sizes[False]),
+        "plain": len(step_sizes[True]),
+        "plain_raw": sum(step_sizes[True]),
+        "other_raw": sum(step_sizes[False]),
+        "wire": wire,
     }
-    return {**found, **steps, "raw": raw, "wire": wire}
 
 
-def _text(body: bytes, encoding: str) -> bytes:
+def _decompress(body: bytes, encoding: str) -> bytes:
     return gzip.decompress(body) if encoding == "gzip" else body
 
 
-def totals(body: bytes) -> dict[str, dict[str, float]]:
-    """The value of every point, of a histogram its count, by metric and by the values of its attributes."""
+def read_points(body: bytes) -> dict[str, dict[str, float]]:
+    """Returns the value of each point (of a histogram its count) by metric and attribute values."""
     from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
 
-    found: dict[str, dict[str, float]] = {}
+    values: dict[str, dict[str, float]] = {}
     for of_resource in ExportMetricsServiceRequest.FromString(body).resource_metrics:
         for of_scope in of_resource.scope_metrics:
             for metric in of_scope.metrics:
                 kind = metric.WhichOneof("data")
                 for point in getattr(metric, kind).data_points:
-                    key = ",".join(str(_plain(pair.value)) for pair in point.attributes)
-                    value = point.count if kind.endswith("histogram") else _plain(point)
-                    found.setdefault(metric.name, {})[key] = value
-    return found
+                    key = ",".join(str(_read_value(pair.value)) for pair in point.attributes)
+                    value = point.count if kind.endswith("histogram") else _read_value(point)
+                    values.setdefault(metric.name, {})[key] = value
+    return values
 
 
-def _plain(value: Any) -> Any:
-    """What an AnyValue or a number point holds."""
+def _read_value(value: Any) -> Any:
+    """Returns the value of an AnyValue or a number point."""
     return getattr(value, value.WhichOneof("value"))
 
 
-def span_lengths(request: bytes) -> Iterator[int]:
-    """Bytes of each span of an ExportTraceServiceRequest as they came, tag and length included."""
-    for _, _, begin, end in _fields(request, 0, len(request)):
-        for number, _, begin_scope, end_scope in _fields(request, begin, end):
+def measure_spans(request: bytes) -> Iterator[int]:
+    """Yields the encoded size of each span of an ExportTraceServiceRequest, with tag and length."""
+    for _, _, begin, end in _iterate_fields(request, 0, len(request)):
+        for number, _, begin_scope, end_scope in _iterate_fields(request, begin, end):
             if number == 2:
-                for inner, start, _, stop in _fields(request, begin_scope, end_scope):
+                for inner, start, _, stop in _iterate_fields(request, begin_scope, end_scope):
                     if inner == 2:
                         yield stop - start
 
 
-def _fields(message: bytes, at: int, until: int) -> Iterator[tuple[int, int, int, int]]:
-    """(number, where it starts, where its content starts, where it ends); all fields here are length-delimited."""
+def _iterate_fields(message: bytes, at: int, until: int) -> Iterator[tuple[int, int, int, int]]:
+    """Yields the number, start, start of content and end of each field. All fields here are length-delimited."""
     while at < until:
-        start, (tag, at) = at, _varint(message, at)
-        length, at = _varint(message, at)
+        start, (tag, at) = at, _read_varint(message, at)
+        length, at = _read_varint(message, at)
         yield tag >> 3, start, at, at + length
         at += length
 
 
-def _varint(message: bytes, at: int) -> tuple[int, int]:
+def _read_varint(message: bytes, at: int) -> tuple[int, int]:
     value = shift = 0
     while True:
         byte = message[at]
@@ -173,41 +174,41 @@ def _varint(message: bytes, at: int) -> tuple[int, int]:
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    kept = _Kept()
-    answer_after = 0.0
+    bodies = _Bodies()
+    delay_s = 0.0
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"]))
         encoding = self.headers.get("Content-Encoding", "")
         if self.path == "/v1/traces":
-            self.kept.add(body, encoding)
+            self.bodies.add_traces(body, encoding)
         elif self.path == "/v1/metrics":
-            self.kept.metrics = _text(body, encoding)
-        time.sleep(self.answer_after)
-        self._answer(b"")
+            self.bodies.metrics = _decompress(body, encoding)
+        time.sleep(self.delay_s)
+        self._respond(b"")
 
     def do_GET(self) -> None:
-        if self.path.startswith("/answer_after/"):
-            _Handler.answer_after = float(self.path.rpartition("/")[2])
-            self._answer(b"")
+        if self.path.startswith("/delay/"):
+            _Handler.delay_s = float(self.path.rpartition("/")[2])
+            self._respond(b"")
             return
-        found = {**count(self.kept.taken()), "metrics": totals(self.kept.metrics)}
-        self._answer(json.dumps(found).encode())
+        counts = {**count_spans(self.bodies.take_traces()), "metrics": read_points(self.bodies.metrics)}
+        self._respond(json.dumps(counts).encode())
 
-    def _answer(self, body: bytes) -> None:
+    def _respond(self, body: bytes) -> None:
         self.send_response(200)
         self.send_header("Content-Type", "application/x-protobuf")
         self.send_header("Content-Length", str(len(body)))
-        with contextlib.suppress(ConnectionError):  # who asked has lost patience
+        with contextlib.suppress(ConnectionError):  # the client timed out
             self.end_headers()
             self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Silent."""
+        """Logs nothing."""
 
 
 def main() -> None:
-    """Serves until its standard input ends; it stands for another machine, so it takes what is left of this one."""
+    """Serves until standard input ends, at the lowest priority, because it stands for another machine."""
     os.nice(19)
     server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
     server.daemon_threads = True

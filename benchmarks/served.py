@@ -1,4 +1,4 @@
-"""A `transformers serve` of our own with continuous batching, instrumented by `otel-infer run`, its facts on a tape."""
+"""A `transformers serve` with continuous batching, instrumented by `otel-infer run`, with a recording of its events."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SIZES = "--cb-num-blocks 128 --cb-block-size 32 --cb-max-batch-tokens 256"
 
 
 class Served:
-    """The server while `with` lasts; its records afterwards."""
+    """Runs the server, and reads its records afterwards."""
 
     def __enter__(self) -> Served:
         self.folder = Path(tempfile.mkdtemp(prefix="otel-infer-truth-"))
@@ -35,37 +35,40 @@ class Served:
         for name in [name for name in os.environ if name.startswith("OTEL_")]:
             del os.environ[name]
         changes = {"enabled": "on", "tape": str(self.tape)}
-        # Nothing is exported, so that the machine has but server, sidecar and client to run.
-        nothing = {"OTEL_TRACES_EXPORTER": "none", "OTEL_METRICS_EXPORTER": "none"}
-        os.environ.update(nothing)
+        # Nothing is exported, so only server, sidecar and client use the machine.
+        no_exporters = {"OTEL_TRACES_EXPORTER": "none", "OTEL_METRICS_EXPORTER": "none"}
+        os.environ.update(no_exporters)
         self._supervisor = Supervisor(environment.from_env(environment.child_environment(**changes)))
         log = self.folder / "server.log"
-        if self._supervisor.start(self._command(), changes, log=log, **VARIABLES, **nothing) is not None:
-            raise RuntimeError("the server could not be started")
+        if (
+            self._supervisor.start(self._build_command(), changes, log=log, **VARIABLES, **no_exporters)
+            is not None
+        ):
+            raise RuntimeError("the server did not start")
         if not self._is_ready():
-            words = log.read_text(errors="replace")[-2000:]
+            output = log.read_text(errors="replace")[-2000:]
             self.__exit__()
-            raise RuntimeError(f"the server did not get ready: {words}")
+            raise RuntimeError(f"the server was not ready in time: {output}")
         return self
 
     def __exit__(self, *_: object) -> None:
         self._supervisor.stop(STOP_S)
 
-    def records(self) -> list[RequestRecord]:
-        """What was recorded, once the server is gone."""
+    def read_records(self) -> list[RequestRecord]:
+        """Returns the recorded requests, after the server has ended."""
         from otel_infer.cli import replay
 
         return list(replay.read_records(self.tape))
 
-    def remove(self) -> None:
-        """Its files."""
+    def remove_files(self) -> None:
+        """Removes the files of the server."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _command(self) -> list[str]:
-        beside = Path(sys.executable).parent / "transformers"
-        program = str(beside) if beside.exists() else "transformers"
-        where = f"--host 127.0.0.1 --port {self.port}"
-        return [program, "serve", str(self.model), *f"{where} {OPTIONS} {SIZES}".split()]
+    def _build_command(self) -> list[str]:
+        script = Path(sys.executable).parent / "transformers"
+        program = str(script) if script.exists() else "transformers"
+        address = f"--host 127.0.0.1 --port {self.port}"
+        return [program, "serve", str(self.model), *f"{address} {OPTIONS} {SIZES}".split()]
 
     def _is_ready(self) -> bool:
         return wait_until_healthy(self.url, self._supervisor.is_alive, READY_S)

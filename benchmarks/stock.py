@@ -1,5 +1,4 @@
-"""The same spans made with the stock SDK: a span per token with the two attributes that ours have, a batch span
-processor with its defaults, OTLP over HTTP to the same receiver."""
+"""Makes the same spans with the stock SDK: a span per token with our two attributes, and a batch span processor with defaults."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from otel_infer import semconv
 
 
 class Stock:
-    """A provider of the SDK, as the documentation sets it up; not `sampled`: with the sampler that says no."""
+    """A provider of the SDK with OTLP over HTTP, as in its documentation; with `sampled` False, ALWAYS_OFF."""
 
     def __init__(self, endpoint: str, sampled: bool = True) -> None:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -30,15 +29,15 @@ class Stock:
         self._tracer = self.provider.get_tracer("stock")
         self.steps_made = 0
 
-    def request(self) -> tuple[Any, Any]:
-        """A request span and the context of its children."""
+    def start_request(self) -> tuple[Any, Any]:
+        """Returns a request span and the context of its children."""
         from opentelemetry import trace
 
         span = self._tracer.start_span("chat simulated")
         return span, trace.set_span_in_context(span)
 
-    def step(self, contexts: list[Any], number: int, began: int, ended: int) -> None:
-        """A span for each of these requests."""
+    def make_step_spans(self, contexts: list[Any], number: int, began: int, ended: int) -> None:
+        """Makes a span for each of these requests."""
         start, size = self._tracer.start_span, len(contexts)
         for context in contexts:
             attributes = {semconv.STEP_ID: number, semconv.BATCH_SIZE: size}
@@ -46,7 +45,7 @@ class Stock:
         self.steps_made += size
 
     def flush(self) -> None:
-        """Everything that was not dropped is with the receiver afterwards."""
+        """Waits until all spans that were not dropped are sent."""
         self.provider.force_flush(60_000)
 
     def close(self) -> None:
@@ -62,77 +61,77 @@ class StockBinding:
         self._open: set[Sequence] = set()
         self._step = self._began = 0
 
-    def put_on(self) -> None:
-        """Catches up with what came and went meanwhile, then hooks the engine."""
+    def switch_on(self) -> None:
+        """Updates the open requests, then hooks the engine."""
         engine = self.engine
-        engine.settle()
-        here = {*engine.running, *engine.arrivals}
-        for sequence in self._open - here:
-            self._ended(sequence)
-        for sequence in here - self._open:
-            self._arrived(sequence)
+        engine.wait_for_front()
+        present = {*engine.running, *engine.arrivals}
+        for sequence in self._open - present:
+            self._end(sequence)
+        for sequence in present - self._open:
+            self._start(sequence)
         for name in HOOKED:
             setattr(engine, name, getattr(self, name)(getattr(engine, name)))
 
-    def take_off(self) -> None:
-        """The bare engine again."""
-        self.engine.settle()
+    def switch_off(self) -> None:
+        """Restores the bare engine."""
+        self.engine.wait_for_front()
         for name in HOOKED:
             delattr(self.engine, name)
 
-    def end_all(self) -> int:
-        """Ends whoever is in flight; returns how many step spans were made since this was put on for the first time."""
-        self.engine.settle()
+    def end_requests(self) -> int:
+        """Ends the requests in flight. Returns the number of step spans since the first `switch_on`."""
+        self.engine.wait_for_front()
         for sequence in list(self._open):
-            self._ended(sequence)
+            self._end(sequence)
         made, self.stock.steps_made = self.stock.steps_made, 0
         return made
 
-    def schedule(self, original: Callable[[], list[Sequence]]) -> Callable[[], list[Sequence]]:
-        """Notes when the step began."""
+    def schedule_batch(self, original: Callable[[], list[Sequence]]) -> Callable[[], list[Sequence]]:
+        """Hooks `Engine.schedule_batch`: keeps the start of the step."""
 
-        def schedule() -> list[Sequence]:
+        def schedule_batch() -> list[Sequence]:
             running = original()
             self._began = time.time_ns()
             return running
 
-        return schedule
+        return schedule_batch
 
-    def update(self, original: Callable[[], Sequence | None]) -> Callable[[], Sequence | None]:
-        """Makes the step's spans."""
+    def update_batch(self, original: Callable[[], Sequence | None]) -> Callable[[], Sequence | None]:
+        """Hooks `Engine.update_batch`: makes the spans of the step."""
 
-        def update() -> Sequence | None:
+        def update_batch() -> Sequence | None:
             contexts = [member.live[1] for member in self.engine.running]
             finished = original()
             self._step += 1
-            self.stock.step(contexts, self._step, self._began, time.time_ns())
+            self.stock.make_step_spans(contexts, self._step, self._began, time.time_ns())
             return finished
 
-        return update
+        return update_batch
 
-    def admit(self, original: Callable[[], Sequence]) -> Callable[[], Sequence]:
-        """Starts the request's span."""
+    def admit_request(self, original: Callable[[], Sequence]) -> Callable[[], Sequence]:
+        """Hooks `Engine.admit_request`: starts the span of the request."""
 
-        def admit() -> Sequence:
+        def admit_request() -> Sequence:
             sequence = original()
-            self._arrived(sequence)
+            self._start(sequence)
             return sequence
 
-        return admit
+        return admit_request
 
-    def answer(self, original: Callable[[Sequence], None]) -> Callable[[Sequence], None]:
-        """Ends the request's span."""
+    def answer_request(self, original: Callable[[Sequence], None]) -> Callable[[Sequence], None]:
+        """Hooks `Engine.answer_request`: ends the span of the request."""
 
-        def answer(sequence: Sequence) -> None:
+        def answer_request(sequence: Sequence) -> None:
             original(sequence)
-            self._ended(sequence)
+            self._end(sequence)
 
-        return answer
+        return answer_request
 
-    def _arrived(self, sequence: Sequence) -> None:
-        sequence.live = self.stock.request()
+    def _start(self, sequence: Sequence) -> None:
+        sequence.live = self.stock.start_request()
         self._open.add(sequence)
 
-    def _ended(self, sequence: Sequence) -> None:
+    def _end(self, sequence: Sequence) -> None:
         self._open.discard(sequence)
         sequence.live[0].end()

@@ -1,66 +1,80 @@
-"""What a token costs of which nothing is exported: the load of `throughput`, of callers who do not sample."""
+"""CPU time per token of requests whose callers do not sample, under the load of `throughput`."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from benchmarks import neighbours
-from benchmarks.blocks import PATIENCE
+from benchmarks.blocks import MAX_TIMES_ROUNDS
 from benchmarks.engine import Engine
 from benchmarks.ours import Binding, Exporting
-from benchmarks.parts import Part, nothing, part
+from benchmarks.parts import Part, do_nothing, measure_part
 from benchmarks.receiver import Receiver
 from benchmarks.stock import Stock, StockBinding
-from benchmarks.verdict import Control, Gate, Line, exactly, line, median
+from benchmarks.verdict import Control, Gate, Line, estimate_median, make_exact, make_line
 
 FACTOR = 10.0
-SHORTER = 16
-"""So much shorter these parts are."""
-MOSTLY, LEAST = 0.7, 0.25
-"""The share of its steps that makes a part an undisturbed one, and how many of those there must be, as a share of the parts that
-are wanted."""
+TIMES_SHORTER = 16
+"""How much shorter than the parts of `throughput` these parts are."""
+MIN_UNDISTURBED_STEPS, MIN_UNDISTURBED_PARTS = 0.7, 0.25
+"""The undisturbed share of its steps that makes a part undisturbed, and the least undisturbed share of the wanted parts."""
+
+Pair = tuple[Part, Part]
+"""A part with otel_infer and one with the stock SDK."""
 
 
-def sampled_out(
-    engine: Engine, exporting: Exporting, receiver: Receiver, seconds: float, parts: int
-) -> tuple[list[Part], list[Part]]:
-    """Ours and the stock SDK in turn. So little is used that the machine's own pace weighs more: many short parts, until
-    enough were undisturbed, or patience ends. There is nothing to flush after each."""
-    ours, theirs, stock = [], [], Stock(receiver.endpoint, sampled=False)
-    while len(ours) < PATIENCE * parts:
-        unsampled = Binding(engine, sampled=False)
-        ours.append(part(engine, unsampled, receiver, nothing, exporting.pid, seconds))
-        theirs.append(part(engine, StockBinding(engine, stock), receiver, nothing, 0, seconds))
-        if len(ours) >= parts and _undisturbed(list(zip(ours, theirs)), parts)[1].holds:
+def measure_pairs(
+    engine: Engine, exporting: Exporting, receiver: Receiver, seconds: float, wanted: int
+) -> list[Pair]:
+    """Measures both in turn, until enough parts are undisturbed. The parts are short, because the cost is small against changes of
+    the machine's pace. No flush follows a part."""
+    pairs: list[Pair] = []
+    stock = Stock(receiver.endpoint, sampled=False)
+    while len(pairs) < MAX_TIMES_ROUNDS * wanted:
+        binding = Binding(engine, sampled=False)
+        ours = measure_part(engine, binding, receiver, do_nothing, exporting.pid, seconds)
+        theirs = measure_part(engine, StockBinding(engine, stock), receiver, do_nothing, 0, seconds)
+        pairs.append((ours, theirs))
+        if len(pairs) >= wanted and _select_undisturbed(pairs, wanted)[1].holds:
             break
     exporting.flush()
     stock.flush()
-    last = receiver.counted()
-    theirs[-1] = theirs[-1]._replace(arrived={"spans": theirs[-1].arrived["spans"] + last["spans"]})
+    ours, theirs = pairs[-1]
+    spans = theirs.arrived["spans"] + receiver.read_counts()["spans"]
+    pairs[-1] = ours, theirs._replace(arrived={"spans": spans})
     stock.close()
-    return ours, theirs
+    return pairs
 
 
-def lines_of(ours: list[Part], theirs: list[Part], wanted: int) -> list[Line]:
-    """What a token costs of which nothing is exported; in µs it is said by `retention`."""
+def make_lines(pairs: list[Pair], wanted: int) -> list[Line]:
+    """Returns the comparison with the stock SDK, and whether any span was exported."""
     below = "CPU per token sampled out, below the stock SDK"
-    pairs, control = _undisturbed(list(zip(ours, theirs)), wanted)
-    server = [(b.server_cpu / b.expected) / (a.server_cpu / a.expected) for a, b in pairs]
-    both = [(b.server_cpu / b.expected) / ((a.server_cpu + a.sidecar_cpu) / a.expected) for a, b in pairs]
-    note = f"stock {median([b.server_cpu / b.expected for b in theirs]).value / 1000:.2f} µs"
-    exported = sum(part.arrived["spans"] for part in (*ours, *theirs))
+    selected, control = _select_undisturbed(pairs, wanted)
+    stock = [theirs.server_cpu / theirs.expected for _, theirs in selected]
+    server = [ours.server_cpu / ours.expected for ours, _ in selected]
+    both = [(ours.server_cpu + ours.sidecar_cpu) / ours.expected for ours, _ in selected]
+    note = f"stock {estimate_median(stock).value / 1000:.2f} µs"
+    exported = sum(part.arrived["spans"] for pair in pairs for part in pair)
+    gate = Gate(FACTOR, at_least=True)
     return [
-        line(f"{below}: server", "×", median(server), Gate(FACTOR, at_least=True), control, note),
-        line(f"{below}: sidecar and server", "×", median(both)),
-        line("sampled out and exported all the same", "spans", exactly(exported), Gate(0)),
+        make_line(
+            f"{below}: server", "×", estimate_median(np.divide(stock, server).tolist()), gate, control, note
+        ),
+        make_line(f"{below}: sidecar and server", "×", estimate_median(np.divide(stock, both).tolist())),
+        make_line("spans exported although sampled out", "spans", make_exact(exported), Gate(0)),
     ]
 
 
-def _undisturbed(pairs: list[tuple[Part, Part]], wanted: int) -> tuple[list[tuple[Part, Part]], Control]:
-    """Those during most of whose steps nobody else emptied the caches, or all where those are too few of the wanted ones."""
-    limit = neighbours.undisturbed_below(np.concatenate([part.probes for pair in pairs for part in pair]))
-    quiet = [
-        pair for pair in pairs if all(np.mean(np.array(part.probes) <= limit) >= MOSTLY for part in pair)
+def _select_undisturbed(pairs: list[Pair], wanted: int) -> tuple[list[Pair], Control]:
+    """Returns the pairs in which most steps were undisturbed, or all pairs if there are too few of them."""
+    limit = neighbours.compute_limit(np.concatenate([part.probes for pair in pairs for part in pair]))
+    undisturbed = [
+        pair
+        for pair in pairs
+        if all(np.mean(np.array(part.probes) <= limit) >= MIN_UNDISTURBED_STEPS for part in pair)
     ]
-    control = Control(f"{len(quiet)} of {len(pairs)} parts undisturbed", len(quiet) >= LEAST * wanted)
-    return quiet if control.holds else pairs, control
+    control = Control(
+        f"{len(undisturbed)} of {len(pairs)} parts undisturbed",
+        len(undisturbed) >= MIN_UNDISTURBED_PARTS * wanted,
+    )
+    return undisturbed if control.holds else pairs, control

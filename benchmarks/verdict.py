@@ -1,7 +1,7 @@
-"""A figure with its uncertainty, held against its gate.
+"""Figures with their uncertainty, gates, and the verdicts.
 
-`low` and `high` are one-sided 95 % bounds of the median, by bootstrap over rounds. A gate is passed by the bound, not by
-the median; nothing is passed under a control that is off; no round is left out for what came out of it.
+`low` and `high` are one-sided 95 % bounds of the median, by bootstrap over rounds. A gate passes by the bound, not by
+the median. Nothing passes if its control does not hold. No round is removed for its result.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 PASS, FAIL, INCONCLUSIVE, INFORMATION = "pass", "fail", "inconclusive", "—"
 RESAMPLES = 4000
 CONTROL_LIMIT = 0.005
-"""How far uninstrumented against uninstrumented may be off, as a share: half of the tightest gate."""
+"""Largest difference of bare from bare, as a share: half of the tightest gate."""
 
 
 class Figure(NamedTuple):
@@ -27,26 +27,26 @@ class Figure(NamedTuple):
     low: float
     high: float
 
-    def scaled(self, factor: float) -> Figure:
-        """The same in another unit."""
+    def scale_by(self, factor: float) -> Figure:
+        """Returns the figure in another unit."""
         return Figure(*(number * factor for number in self))
 
 
 class Gate(NamedTuple):
-    """`at_least`: the figure must reach the limit; else it must not exceed it."""
+    """A limit: the least value if `at_least`, else the largest."""
 
     limit: float
     at_least: bool = False
 
-    def said(self, unit: str) -> str:
-        """As it stands in the table."""
-        return f"{'≥' if self.at_least else '≤'} {_number(self.limit)}{_unit(unit)}"
+    def format_limit(self, unit: str) -> str:
+        """Returns the cell of the table."""
+        return f"{'≥' if self.at_least else '≤'} {_format_number(self.limit)}{_format_unit(unit)}"
 
 
 class Control(NamedTuple):
-    """Uninstrumented against uninstrumented, or what else must hold for the figure to mean something."""
+    """A condition without which the figure has no meaning, such as the difference of bare from bare."""
 
-    said: str
+    text: str
     holds: bool
 
 
@@ -65,7 +65,7 @@ class Line:
     note: str = ""
 
 
-def line(
+def make_line(
     claim: str,
     unit: str,
     figure: Figure,
@@ -73,20 +73,20 @@ def line(
     control: Control | None = None,
     note: str = "",
 ) -> Line:
-    """A row with its verdict; without a gate it only informs."""
-    verdict = INFORMATION if gate is None else _judged(figure, gate, control)
+    """Returns a row with its verdict. A row without a gate is for information only."""
+    verdict = INFORMATION if gate is None else _judge_figure(figure, gate, control)
     return Line(
         claim,
         unit,
         *figure,
-        gate=gate.said(unit) if gate else "",
-        control=control.said if control else "",
+        gate=gate.format_limit(unit) if gate else "",
+        control=control.text if control else "",
         verdict=verdict,
         note=note,
     )
 
 
-def _judged(figure: Figure, gate: Gate, control: Control | None) -> str:
+def _judge_figure(figure: Figure, gate: Gate, control: Control | None) -> str:
     if (control is not None and not control.holds) or np.isnan(figure).any():
         return INCONCLUSIVE
     sign = -1 if gate.at_least else 1
@@ -96,63 +96,70 @@ def _judged(figure: Figure, gate: Gate, control: Control | None) -> str:
     return FAIL if sign * figure.value > sign * gate.limit else INCONCLUSIVE
 
 
-def exactly(value: float) -> Figure:
-    """A figure that was counted, or measured once."""
+def make_exact(value: float) -> Figure:
+    """Returns a figure without uncertainty: a count, or a single measurement."""
     return Figure(value, value, value)
 
 
-def lost_line(claim: str, expected: int, arrived: dict[str, Any], control: Control | None = None) -> Line:
-    """Step spans that did not arrive, arrived twice, or should not be there."""
+def make_lost_line(
+    claim: str, expected: int, arrived: dict[str, Any], control: Control | None = None
+) -> Line:
+    """Returns the row of step spans that are missing, duplicate or unexpected."""
     lost = abs(expected - arrived["steps"]) + arrived["spans"] - arrived["unique"]
     note = f"{expected:,} expected, {arrived['steps']:,} arrived; {arrived['spans']:,} spans, {arrived['unique']:,} unique ids"
-    return line(claim, "", exactly(float(lost)), Gate(0), control, note)
+    return make_line(claim, "", make_exact(float(lost)), Gate(0), control, note)
 
 
-def median(rounds: Sequence[float]) -> Figure:
-    """The median of one number per round."""
+def estimate_median(rounds: Sequence[float]) -> Figure:
+    """Returns the median of one number per round."""
     column = np.asarray(rounds, float)
-    return bootstrapped(len(column), lambda rows: float(np.median(column[rows])))
+    return bootstrap_figure(len(column), lambda rows: float(np.median(column[rows])))
 
 
-def quantile_ratio(above: Sequence[Any], below: Sequence[Any], percent: float) -> Figure:
-    """A percentile of all of `above` over the same of all of `below`, minus 1; each is one array of steps per round."""
-    return bootstrapped(
-        len(above), lambda rows: pooled(above, rows, percent) / pooled(below, rows, percent) - 1
+def compare_percentiles(above: Sequence[Any], below: Sequence[Any], percent: float) -> Figure:
+    """Returns a percentile of all of `above` over that of all of `below`, minus 1. Both have one array of steps per
+    round."""
+    return bootstrap_figure(
+        len(above),
+        lambda rows: pool_percentile(above, rows, percent) / pool_percentile(below, rows, percent) - 1,
     )
 
 
-def pooled(blocks: Sequence[Any], rows: Sequence[int], percent: float) -> float:
-    """A percentile over these rounds taken together."""
+def pool_percentile(blocks: Sequence[Any], rows: Sequence[int], percent: float) -> float:
+    """Returns a percentile over the steps of these rounds."""
     return float(np.percentile(np.concatenate([blocks[row] for row in rows]), percent))
 
 
-def bootstrapped(rounds: int, statistic: Callable[[Any], float]) -> Figure:
-    """A statistic of rounds (given as row numbers), with the bounds that redrawing the rounds gives."""
+def bootstrap_figure(rounds: int, statistic: Callable[[Any], float]) -> Figure:
+    """Returns a statistic of rounds (given as row numbers), with bounds by resampling the rounds."""
     if rounds < 2:
         return Figure(statistic(np.arange(rounds)), float("nan"), float("nan"))
-    chance = np.random.default_rng(1)
-    drawn = [statistic(chance.integers(0, rounds, rounds)) for _ in range(RESAMPLES)]
-    low, high = np.percentile(drawn, (5, 95))
+    rng = np.random.default_rng(1)
+    resampled = [statistic(rng.integers(0, rounds, rounds)) for _ in range(RESAMPLES)]
+    low, high = np.percentile(resampled, (5, 95))
     return Figure(statistic(np.arange(rounds)), float(low), float(high))
 
 
-def against_itself(figure: Figure, limit: float = CONTROL_LIMIT) -> Control:
-    """The control of a ratio: both sides were uninstrumented, so it should be 0."""
+def make_control(figure: Figure, limit: float = CONTROL_LIMIT) -> Control:
+    """Returns the control of a ratio of bare to bare, which should be 0."""
     return Control(f"{figure.value * 100:+.2f} %", abs(figure.value) <= limit)
 
 
-def or_charged(control: Control, charged: Figure, gate: Gate) -> Control:
-    """What uninstrumented differs from itself by does not matter where the gate holds with all of it charged to us."""
-    return Control(control.said, control.holds or charged.low >= gate.limit)
+def relax_control(control: Control, worst: Figure, gate: Gate) -> Control:
+    """Returns a control that also holds if the gate passes with the difference of bare from bare counted as our
+    cost."""
+    return Control(control.text, control.holds or worst.low >= gate.limit)
 
 
-def all_of(*controls: Control) -> Control:
-    """All of them must hold."""
-    return Control(", ".join(one.said for one in controls), all(one.holds for one in controls))
+def combine_controls(*controls: Control) -> Control:
+    """Returns a control that holds if all of them hold."""
+    return Control(
+        ", ".join(control.text for control in controls), all(control.holds for control in controls)
+    )
 
 
-def times_less(ours: Figure, stock: Figure) -> Figure:
-    """How many times less `ours` is, worst against best for the bounds; a cost that cannot be told from 0 is endless."""
+def divide_figures(ours: Figure, stock: Figure) -> Figure:
+    """Returns `stock` over `ours`, with bounds from opposite ends. A cost that may be 0 gives infinity."""
 
     def ratio(above: float, below: float) -> float:
         return float("inf") if below <= 0 else above / below
@@ -160,34 +167,34 @@ def times_less(ours: Figure, stock: Figure) -> Figure:
     return Figure(ratio(stock.value, ours.value), ratio(stock.low, ours.high), ratio(stock.high, ours.low))
 
 
-def rows_of(lines: Sequence[Line]) -> list[tuple[str, str, str, str, str, str]]:
-    """Claim, gate, measured, bounds, control, verdict."""
+def format_rows(lines: Sequence[Line]) -> list[tuple[str, str, str, str, str, str]]:
+    """Returns claim, gate, measured, bounds, control and verdict of each line."""
     return [
         (
-            one.claim,
-            one.gate,
-            f"{_number(one.value)}{_unit(one.unit)}",
-            "" if one.low == one.high else f"[{_number(one.low)}, {_number(one.high)}]",
-            one.control,
-            one.verdict if one.verdict != INCONCLUSIVE else INCONCLUSIVE.upper(),
+            line.claim,
+            line.gate,
+            f"{_format_number(line.value)}{_format_unit(line.unit)}",
+            "" if line.low == line.high else f"[{_format_number(line.low)}, {_format_number(line.high)}]",
+            line.control,
+            line.verdict if line.verdict != INCONCLUSIVE else INCONCLUSIVE.upper(),
         )
-        for one in lines
+        for line in lines
     ]
 
 
-def saved(lines: Sequence[Line], path: Path, about: dict[str, Any]) -> None:
-    """Writes everything that was measured."""
+def save_lines(lines: Sequence[Line], path: Path, environment: dict[str, Any]) -> None:
+    """Writes all figures as JSON."""
     path.write_text(
-        json.dumps({**about, "lines": [asdict(one) for one in lines]}, indent=1, ensure_ascii=False)
+        json.dumps({**environment, "lines": [asdict(line) for line in lines]}, indent=1, ensure_ascii=False)
     )
 
 
-def loaded(path: Path) -> list[Line]:
-    """What `saved` wrote."""
-    return [Line(**one) for one in json.loads(path.read_text())["lines"]]
+def load_lines(path: Path) -> list[Line]:
+    """Reads the lines that `save_lines` wrote."""
+    return [Line(**line) for line in json.loads(path.read_text())["lines"]]
 
 
-def _number(value: float) -> str:
+def _format_number(value: float) -> str:
     if value != value:
         return "?"
     if abs(value) == float("inf"):
@@ -197,5 +204,5 @@ def _number(value: float) -> str:
     return f"{value:.0f}" if value == int(value) else f"{value:.3g}"
 
 
-def _unit(unit: str) -> str:
+def _format_unit(unit: str) -> str:
     return unit if unit in ("", "×") else f" {unit}"

@@ -1,13 +1,13 @@
-"""A real vLLM server on this machine's CPU, with us and without, and beside others that trace it.
+"""A real vLLM server on the CPU: with our hooks, without them, and with other tracing.
 
     make bench-vllm
 
-What is compared is what the clients of a server see: the gaps between tokens, and tokens per second. Two servers of the same
-kind differ by up to 12 % here for as long as they live, so our hooks are taken off and put on again in one and the same
-server (a plugin of ours does it at a signal, in each of its processes), in rounds of on, off, off, on; the control is what
-differs between the two that are off. The others cannot be switched: each has a server of its own, all are there at once, and
-in turn each has the load while the rest is stopped (SIGSTOP). Two of those are uninstrumented: what differs between
-them is what servers differ by.
+Clients measure the gaps between tokens and the tokens per second. Two equal servers differ by up to 12 % over their
+lives. So our hooks are switched on and off in one server, by a plugin at a signal, in each of its processes. The
+control is off against off.
+
+Other tracing cannot be switched off, so each has a server of its own, beside two servers without tracing. All of them
+run at once. Each has the load in turn while the others are stopped (SIGSTOP).
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from otel_infer.cli.demo.model import make_demo_model
 
 STREAMS, TOKENS, PROMPT = 8, 48, 24
 LAYERS, HIDDEN = 8, 768
-"""A step of it takes some 20 ms on one core: with a smaller one, clients see how fast the server answers, and not its steps."""
+"""A step takes about 20 ms on one core. With a smaller model the gaps depend on the HTTP server, not on the steps."""
 ROUNDS, OTHERS_ROUNDS, QUICK_ROUNDS = 200, 20, 3
-READY_S = 240.0
-HALF_WIDTH = 0.01
-"""Of the p50 ratio's bounds: wider, and nothing is concluded."""
+MAX_START_S = 240.0
+MAX_HALF_WIDTH = 0.01
+"""Largest half width of the bounds of the p50 ratio, for a verdict."""
 GATE = Gate(2.0)
-BARE, AGAIN, THEIRS, DDTRACE = (
+BARE, AGAIN, VLLM_TRACING, DDTRACE = (
     "uninstrumented",
     "uninstrumented, again",
     "vLLM's tracing",
@@ -59,7 +59,7 @@ ENVIRON = {
     "OMP_NUM_THREADS": "1",
 }
 ON, OFF, CONTROL = "on", "off", "off, again"
-SETTLES_S = 0.15
+SWITCH_S = 0.15
 PLUGIN = """
 import os, pathlib, signal
 
@@ -72,19 +72,20 @@ def listen():
     signal.signal(signal.SIGUSR2, switch)
     pathlib.Path(__file__).with_name(f"{os.getpid()}.pid").touch()
 """
-"""Puts our hooks on and takes them off again; says which processes listen, since a signal ends any other."""
-WITHOUT_US = {"VLLM_PLUGINS": "nobody", "OTEL_INFER_ENABLED": "off"}
+"""Installs and removes our hooks at a signal. A file marks each process that listens, because the signal would end any
+other process."""
+NO_OTEL_INFER = {"VLLM_PLUGINS": "none", "OTEL_INFER_ENABLED": "off"}
 
 
-class Seen(NamedTuple):
-    """By the clients of one server in one round: gaps between tokens in ns, and tokens per second."""
+class ClientTimes(NamedTuple):
+    """Measured by the clients of one server in one round: gaps between tokens (ns), and tokens per second."""
 
     gaps: Any
     rate: float
 
 
 class Serving:
-    """One server, stopped but for its turns."""
+    """A server that is stopped except for its turns."""
 
     def __init__(
         self, model: Path, log: Path, launcher: Sequence[str], environ: dict[str, str], *options: str
@@ -114,71 +115,77 @@ class Serving:
             )
 
     def wait_until_ready(self) -> None:
-        """Returns when it answers; raises with what it said if it does not."""
-        deadline = time.monotonic() + READY_S
+        """Waits for the first successful response. Raises with the log if there is none."""
+        deadline = time.monotonic() + MAX_START_S
         while time.monotonic() < deadline and self._process.poll() is None:
             with contextlib.suppress(OSError):
                 urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=2).close()
                 return
             time.sleep(0.2)
-        raise RuntimeError(f"a server did not get ready:\n{self._log.read_text(errors='replace')[-4000:]}")
+        raise RuntimeError(
+            f"a server was not ready in time:\n{self._log.read_text(errors='replace')[-4000:]}"
+        )
 
-    def signal(self, number: int) -> None:
-        """To all of its processes."""
+    def send_signal(self, number: int) -> None:
+        """Sends a signal to all processes of the server."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, number)
 
     def close(self) -> None:
-        """Ends it, and everything that it started."""
-        self.signal(signal.SIGCONT)
-        self.signal(signal.SIGTERM)
+        """Ends all processes of the server."""
+        self.send_signal(signal.SIGCONT)
+        self.send_signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(15)
-        self.signal(signal.SIGKILL)
+        self.send_signal(signal.SIGKILL)
 
 
 # ── the clients ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-async def _stream(port: int, text: str) -> list[int]:
-    """When each token of one answer came, ns."""
-    asked = {"model": "tiny", "prompt": text, "max_tokens": TOKENS, "ignore_eos": True, "stream": True}
-    body = json.dumps(asked).encode()
+async def _time_stream(port: int, text: str) -> list[int]:
+    """Returns the arrival times of the tokens of one answer, ns."""
+    request = {"model": "tiny", "prompt": text, "max_tokens": TOKENS, "ignore_eos": True, "stream": True}
+    body = json.dumps(request).encode()
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
     writer.write(f"{head}connection: close\r\n\r\n".encode() + body)
-    at: list[int] = []
+    arrivals: list[int] = []
     while line := await reader.readline():
         if line.startswith(b"data: {"):
-            at.append(time.perf_counter_ns())
+            arrivals.append(time.perf_counter_ns())
     writer.close()
-    return at
+    return arrivals
 
 
-async def _load(port: int, number: int) -> Seen:
+async def _run_load(port: int, number: int) -> ClientTimes:
     texts = [" ".join([f"w{number}{i}", *["time"] * PROMPT]) for i in range(STREAMS)]
     began = time.perf_counter_ns()
-    streams = await asyncio.gather(*[_stream(port, text) for text in texts])
+    streams = await asyncio.gather(*[_time_stream(port, text) for text in texts])
     lasted = time.perf_counter_ns() - began
-    assert all(len(at) > 0.9 * TOKENS for at in streams), [
-        len(at) for at in streams
-    ]  # some tokens are no text
-    return Seen(np.concatenate([np.diff(at) for at in streams]), STREAMS * TOKENS / lasted * 1e9)
+    assert all(len(arrivals) > 0.9 * TOKENS for arrivals in streams), [
+        len(arrivals) for arrivals in streams
+    ]  # some tokens have no text
+    return ClientTimes(
+        np.concatenate([np.diff(arrivals) for arrivals in streams]), STREAMS * TOKENS / lasted * 1e9
+    )
 
 
 # ── the rounds ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def measure(quick: bool) -> list[Line]:
-    """The lines of this section."""
+    """Measures our hooks, then the other tracing."""
     with tempfile.TemporaryDirectory() as folder, Receiver() as receiver:
         model = make_demo_model(Path(folder) / "model", layers=LAYERS, hidden=HIDDEN)
-        lines = _switched(model, Path(folder), receiver, QUICK_ROUNDS if quick else ROUNDS)
-        return lines + _others(model, Path(folder), receiver, QUICK_ROUNDS if quick else OTHERS_ROUNDS)
+        lines = _measure_switched(model, Path(folder), receiver, QUICK_ROUNDS if quick else ROUNDS)
+        return lines + _measure_others(
+            model, Path(folder), receiver, QUICK_ROUNDS if quick else OTHERS_ROUNDS
+        )
 
 
-def _switched(model: Path, folder: Path, receiver: Receiver, rounds: int) -> list[Line]:
-    """Our hooks on and off in one server; and whether they were."""
+def _measure_switched(model: Path, folder: Path, receiver: Receiver, rounds: int) -> list[Line]:
+    """Compares on with off in one server, and checks that requests are recorded exactly while the hooks are on."""
     plugin = folder / "plugin"
     (plugin / "switch-0.dist-info").mkdir(parents=True)
     (plugin / "switch.py").write_text(PLUGIN)
@@ -188,92 +195,94 @@ def _switched(model: Path, folder: Path, receiver: Receiver, rounds: int) -> lis
     (plugin / "switch-0.dist-info" / "entry_points.txt").write_text(
         "[vllm.general_plugins]\nswitch = switch:listen\n"
     )
-    environ = {**_export(receiver.endpoint), "PYTHONPATH": str(plugin)}
+    environ = {**_make_export_environment(receiver.endpoint), "PYTHONPATH": str(plugin)}
     run = (sys.executable, "-m", "otel_infer", "run", "--")
     server = Serving(model, folder / "switched.log", run, environ)
-    found: dict[str, list[Seen]] = {ON: [], OFF: [], CONTROL: []}
+    times: dict[str, list[ClientTimes]] = {ON: [], OFF: [], CONTROL: []}
     try:
         server.wait_until_ready()
-        asyncio.run(_load(server.port, 0))
+        asyncio.run(_run_load(server.port, 0))
         time.sleep(3)
-        receiver.counted()
+        receiver.read_counts()
         for number in range(1, rounds + 1):
             for state in (ON, OFF, CONTROL, ON) if number % 2 else (OFF, ON, ON, CONTROL):
                 for listening in plugin.glob("*.pid"):
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(int(listening.stem), signal.SIGUSR1 if state == ON else signal.SIGUSR2)
-                time.sleep(SETTLES_S)
-                found[state].append(asyncio.run(_load(server.port, number)))
+                time.sleep(SWITCH_S)
+                times[state].append(asyncio.run(_run_load(server.port, number)))
         time.sleep(3)
-        told = receiver.counted()["names"].get("text_completion tiny", 0)
+        recorded = receiver.read_counts()["names"].get("text_completion tiny", 0)
     finally:
         server.close()
-    asked = len(found[ON]) * STREAMS
-    halves = {ON: [_both(*pair) for pair in zip(found[ON][::2], found[ON][1::2])]}
-    bare = [_both(*pair) for pair in zip(found[OFF], found[CONTROL])]
+    expected = len(times[ON]) * STREAMS
+    hooked = [_join(*pair) for pair in zip(times[ON][::2], times[ON][1::2])]
+    bare = [_join(*pair) for pair in zip(times[OFF], times[CONTROL])]
     lines = []
     for percent in (50, 99):
-        figure = _against(halves[ON], bare, percent)
-        itself = _against(found[CONTROL], found[OFF], percent)
+        figure = _compare_gaps(hooked, bare, percent)
+        difference = _compare_gaps(times[CONTROL], times[OFF], percent)
         gate = GATE if percent == 50 else None
-        control = _narrow(verdict.against_itself(itself), figure, gate)
+        control = _check_width(verdict.make_control(difference), figure, gate)
         claim = f"vLLM on a CPU, {STREAMS} streams: gap between tokens, p{percent}, otel_infer"
-        lines.append(verdict.line(claim, "%", figure.scaled(100), gate, control))
-    rate = verdict.median([seen.rate / off.rate - 1 for seen, off in zip(halves[ON], bare)])
+        lines.append(verdict.make_line(claim, "%", figure.scale_by(100), gate, control))
+    rate = verdict.estimate_median([on.rate / off.rate - 1 for on, off in zip(hooked, bare)])
     lines.append(
-        verdict.line(
-            f"vLLM on a CPU, {STREAMS} streams: tokens per second, otel_infer", "%", rate.scaled(100)
+        verdict.make_line(
+            f"vLLM on a CPU, {STREAMS} streams: tokens per second, otel_infer", "%", rate.scale_by(100)
         )
     )
-    typical = np.median(np.concatenate([seen.gaps for seen in bare])) / 1e6
-    lines[0].note = f"{rounds} rounds in one server; off, the median gap is {typical:.2f} ms"
-    missing = verdict.exactly(float(abs(asked - told)))
+    typical = np.median(np.concatenate([round_times.gaps for round_times in bare])) / 1e6
+    lines[0].note = f"{rounds} rounds in one server; the median gap without hooks is {typical:.2f} ms"
+    missing = verdict.make_exact(float(abs(expected - recorded)))
     lines.append(
-        verdict.line("vLLM on a CPU: requests not told while on, or told while off", "", missing, Gate(0))
+        verdict.make_line(
+            "vLLM on a CPU: requests not recorded with hooks, or recorded without", "", missing, Gate(0)
+        )
     )
     return lines
 
 
-def _both(one: Seen, other: Seen) -> Seen:
-    return Seen(np.concatenate([one.gaps, other.gaps]), (one.rate + other.rate) / 2)
+def _join(first: ClientTimes, second: ClientTimes) -> ClientTimes:
+    return ClientTimes(np.concatenate([first.gaps, second.gaps]), (first.rate + second.rate) / 2)
 
 
-def _against(seen: Sequence[Seen], bare: Sequence[Seen], percent: float) -> Figure:
-    """A percentile over that of the other, minus 1: round by round, since the machine's pace changes."""
+def _compare_gaps(traced: Sequence[ClientTimes], bare: Sequence[ClientTimes], percent: float) -> Figure:
+    """Returns a percentile over that of the bare server, minus 1, by round, because the machine's pace changes."""
     shares = [
-        np.percentile(it.gaps, percent) / np.percentile(other.gaps, percent) - 1
-        for it, other in zip(seen, bare)
+        np.percentile(with_tracing.gaps, percent) / np.percentile(without.gaps, percent) - 1
+        for with_tracing, without in zip(traced, bare)
     ]
-    return verdict.median(shares)
+    return verdict.estimate_median(shares)
 
 
-def _others(model: Path, folder: Path, receiver: Receiver, rounds: int) -> list[Line]:
-    """Servers that somebody else traces, and two that nobody does."""
+def _measure_others(model: Path, folder: Path, receiver: Receiver, rounds: int) -> list[Line]:
+    """Compares servers with other tracing to a server without tracing."""
     with contextlib.ExitStack() as stack:
         servers: dict[str, Serving] = {}
-        for name, launcher, environ, *options in _systems(receiver.endpoint):
+        for name, launcher, environ, *options in _list_systems(receiver.endpoint):
             log = folder / f"{len(servers)}.log"
             servers[name] = Serving(model, log, launcher, environ, *options)
             stack.callback(servers[name].close)
             servers[name].wait_until_ready()
-            asyncio.run(_load(servers[name].port, 0))  # whatever it does for the first time
-            servers[name].signal(signal.SIGSTOP)
-        return lines_of(_rounds(servers, rounds))
+            asyncio.run(_run_load(servers[name].port, 0))  # warm-up
+            servers[name].send_signal(signal.SIGSTOP)
+        return make_lines(_measure_rounds(servers, rounds))
 
 
-def _export(endpoint: str) -> dict[str, str]:
+def _make_export_environment(endpoint: str) -> dict[str, str]:
     return {"OTEL_EXPORTER_OTLP_ENDPOINT": endpoint, "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf"}
 
 
-def _systems(endpoint: str) -> list[tuple[Any, ...]]:
-    """Name, launcher, environment and options of each."""
+def _list_systems(endpoint: str) -> list[tuple[Any, ...]]:
+    """Returns name, launcher, environment and options of each server."""
     systems: list[tuple[Any, ...]] = [
-        (BARE, (), WITHOUT_US),
-        (AGAIN, (), WITHOUT_US),
+        (BARE, (), NO_OTEL_INFER),
+        (AGAIN, (), NO_OTEL_INFER),
         (
-            THEIRS,
+            VLLM_TRACING,
             (),
-            {**WITHOUT_US, "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf"},
+            {**NO_OTEL_INFER, "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf"},
             "--otlp-traces-endpoint",
             f"{endpoint}/v1/traces",
         ),
@@ -282,7 +291,7 @@ def _systems(endpoint: str) -> list[tuple[Any, ...]]:
     if ddtrace:
         path = str(Path(sys.executable).parent / "ddtrace")
         environ = {
-            **WITHOUT_US,
+            **NO_OTEL_INFER,
             "PYTHONPATH": path,
             "DD_TRACE_AGENT_URL": endpoint,
             "DD_REMOTE_CONFIGURATION_ENABLED": "0",
@@ -291,33 +300,36 @@ def _systems(endpoint: str) -> list[tuple[Any, ...]]:
     return systems
 
 
-def _rounds(servers: dict[str, Serving], rounds: int) -> dict[str, list[Seen]]:
-    found: dict[str, list[Seen]] = {name: [] for name in servers}
+def _measure_rounds(servers: dict[str, Serving], rounds: int) -> dict[str, list[ClientTimes]]:
+    times: dict[str, list[ClientTimes]] = {name: [] for name in servers}
     for number in range(1, rounds + 1):
         names = list(servers)
-        turned = names[number % len(names) :] + names[: number % len(names)]
-        for name in turned if number % 2 else turned[::-1]:
-            servers[name].signal(signal.SIGCONT)
-            found[name].append(asyncio.run(_load(servers[name].port, number)))
-            servers[name].signal(signal.SIGSTOP)
-    return found
+        ordered = names[number % len(names) :] + names[: number % len(names)]
+        for name in ordered if number % 2 else ordered[::-1]:
+            servers[name].send_signal(signal.SIGCONT)
+            times[name].append(asyncio.run(_run_load(servers[name].port, number)))
+            servers[name].send_signal(signal.SIGSTOP)
+    return times
 
 
-def lines_of(found: dict[str, list[Seen]]) -> list[Line]:
-    """What each of these servers is slower by than an uninstrumented one, in percent, which another such is the control of."""
+def make_lines(times: dict[str, list[ClientTimes]]) -> list[Line]:
+    """Returns how much slower each server is than one without tracing. The control is the other one without
+    tracing."""
     lines = []
-    for name in [name for name in found if name not in (BARE, AGAIN)]:
+    for name in [name for name in times if name not in (BARE, AGAIN)]:
         for percent in (50, 99):
-            figure = _against(found[name], found[BARE], percent)
-            control = verdict.against_itself(_against(found[AGAIN], found[BARE], percent))
+            figure = _compare_gaps(times[name], times[BARE], percent)
+            control = verdict.make_control(_compare_gaps(times[AGAIN], times[BARE], percent))
             claim = f"vLLM on a CPU, {STREAMS} streams: gap between tokens, p{percent}, {name}, in a server of its own"
-            lines.append(verdict.line(claim, "%", figure.scaled(100), None, control))
+            lines.append(verdict.make_line(claim, "%", figure.scale_by(100), None, control))
     return lines
 
 
-def _narrow(control: Control, figure: Figure, gate: Gate | None) -> Control:
-    """With a gate, bounds that are too wide say nothing."""
+def _check_width(control: Control, figure: Figure, gate: Gate | None) -> Control:
+    """Returns a control that, for a gate, also requires narrow bounds."""
     width = (figure.high - figure.low) / 2
     if gate is None:
         return control
-    return verdict.all_of(control, Control(f"bounds ± {100 * width:.2f} %", width <= HALF_WIDTH))
+    return verdict.combine_controls(
+        control, Control(f"bounds ± {100 * width:.2f} %", width <= MAX_HALF_WIDTH)
+    )

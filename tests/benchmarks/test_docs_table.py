@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from benchmarks.__main__ import merged
+from benchmarks.__main__ import merge_rows
 
 
-def row(claim: str, value: int) -> str:
+def make_row(claim: str, value: int) -> str:
     return f"| {claim} | ≤ 1 % | {value} % |"
 
 
 def test_a_repeated_section_replaces_its_rows() -> None:
-    old = [row("hooks", 1), row("loop", 1), row("truth", 1)]
-    assert merged(old, [row("loop", 2)]) == [row("hooks", 1), row("loop", 2), row("truth", 1)]
+    old = [make_row("hooks", 1), make_row("loop", 1), make_row("truth", 1)]
+    assert merge_rows(old, [make_row("loop", 2)]) == [
+        make_row("hooks", 1),
+        make_row("loop", 2),
+        make_row("truth", 1),
+    ]
 
 
 def test_a_new_claim_is_added_to_its_section() -> None:
-    old = [row("loop", 1), row("truth", 1)]
-    new = [row("loop", 2), row("loop, alone", 2), row("loop, again", 2)]
-    assert merged(old, new) == [*new, row("truth", 1)]
-    assert merged(old, [row("other", 2)]) == [*old, row("other", 2)]
-    assert merged([], new) == new
+    old = [make_row("loop", 1), make_row("truth", 1)]
+    new = [make_row("loop", 2), make_row("loop, alone", 2), make_row("loop, again", 2)]
+    assert merge_rows(old, new) == [*new, make_row("truth", 1)]
+    assert merge_rows(old, [make_row("other", 2)]) == [*old, make_row("other", 2)]
+    assert merge_rows([], new) == new

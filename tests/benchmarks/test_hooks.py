@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from benchmarks import hooks
-from benchmarks.hooks import Case, Found
+from benchmarks.hooks import Case, Samples
 
 BEST_NS = 40.0
 
 
-def case_at(gate_ns: float) -> Case:
+def make_case(gate_ns: float) -> Case:
     return Case("a step", gate_ns, lambda steps: None, lambda steps: None)
 
 
@@ -29,10 +29,10 @@ def test_a_slow_machine_turns_failures_into_inconclusive(
     taken_ns: float, slower: float, verdict: str
 ) -> None:
     bare = [500.0] * 9
-    measured = Found(bare, [500 + taken_ns] * 9, bare, [BEST_NS * slower] * 9)
-    assert hooks._line(case_at(1000), measured, BEST_NS).verdict == verdict
+    measured = Samples(bare, [500 + taken_ns] * 9, bare, [BEST_NS * slower] * 9)
+    assert hooks.make_case_line(make_case(1000), measured, BEST_NS).verdict == verdict
 
 
 def test_a_pass_needs_equal_bare_runs() -> None:
-    measured = Found([500.0] * 9, [1000.0] * 9, [600.0] * 9, [BEST_NS] * 9)
-    assert hooks._line(case_at(1000), measured, BEST_NS).verdict == "inconclusive"
+    measured = Samples([500.0] * 9, [1000.0] * 9, [600.0] * 9, [BEST_NS] * 9)
+    assert hooks.make_case_line(make_case(1000), measured, BEST_NS).verdict == "inconclusive"

@@ -31,6 +31,6 @@ def test_a_batching_block_waits_for_all_its_requests(requests: int) -> None:
     """At most `AT_ONCE` requests are in flight."""
     model = Model.__new__(Model)
     model.manager = Manager()
-    assert model.batch(requests) == requests * TOKENS
+    assert model.run_batching(requests) == requests * TOKENS
     assert (model.manager.added, model.manager.most) == (requests, min(requests, AT_ONCE))
     assert not model.manager.waiting

@@ -41,14 +41,17 @@ def post(receiver: Receiver, body: bytes, **headers: str) -> float:
 
 
 def test_the_last_metrics_are_counted_by_attributes(receiver: Receiver) -> None:
-    assert receiver.counted()["metrics"] == {}
+    assert receiver.read_counts()["metrics"] == {}
     post(receiver, b"")
     post(receiver, gzip.compress(metrics()), **{"Content-Encoding": "gzip"})
     for _ in range(2):  # a read does not remove metrics, unlike spans
-        assert receiver.counted()["metrics"] == {"lost": {"queue_full": 3, "refused": 4}, "length": {"": 7}}
+        assert receiver.read_counts()["metrics"] == {
+            "lost": {"queue_full": 3, "refused": 4},
+            "length": {"": 7},
+        }
 
 
 def test_responses_are_delayed_as_configured(receiver: Receiver) -> None:
-    receiver.answer_after(0.3)
+    receiver.delay_responses(0.3)
     assert post(receiver, metrics()) >= 0.3
-    assert receiver.counted()["metrics"]
+    assert receiver.read_counts()["metrics"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from benchmarks.neighbours import PACE_LIMIT, undisturbed_below
-from benchmarks.transformers_loop import Column, evened
+from benchmarks.neighbours import PACE_LIMIT, compute_limit
+from benchmarks.transformers_loop import Column, remove_growth
 
 LOADS, PLACES = 40, 54
 
@@ -27,8 +27,8 @@ def test_neighbours_disturb_steps_but_slower_clocks_do_not() -> None:
     slower = np.where(np.arange(LOADS) < LOADS / 2, 1, 1.3)[:, None]
     times = np.full((LOADS, PLACES), 1e6)
     *_, probe = _even_out(times, times, 2000 * slower * np.where(disturbed, 1.5, 1))
-    assert ((probe > undisturbed_below(probe, PACE_LIMIT)) == disturbed).all()
+    assert ((probe > compute_limit(probe, PACE_LIMIT)) == disturbed).all()
 
 
 def _even_out(wall: Column, cpu: Column, probe: Column) -> Column:
-    return np.moveaxis(evened(np.stack([wall, cpu, probe], axis=2)), 2, 0)
+    return np.moveaxis(remove_growth(np.stack([wall, cpu, probe], axis=2)), 2, 0)

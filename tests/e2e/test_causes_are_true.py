@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 
 from benchmarks import verdict
-from benchmarks.complaints import Asked, explained
+from benchmarks.complaints import TimedRequest, explain_faults
 
-TARGET = Asked(1.2, 77, 80)
-EARLY = [Asked(0.1 * number, 20, 8) for number in range(10)]
+TARGET = TimedRequest(1.2, 77, 80)
+EARLY = [TimedRequest(0.1 * number, 20, 8) for number in range(10)]
 """The first requests calibrate the cost of the engine's steps."""
-INTERFERER = Asked(1.6, 3000, 2)
-BLOCKER = Asked(1.25, 33, 2)
+INTERFERER = TimedRequest(1.6, 3000, 2)
+BLOCKER = TimedRequest(1.25, 33, 2)
 EXTRA_REQUESTS = {"interference": [INTERFERER], "event_loop": [BLOCKER]}
 """Extra requests of the faulty run, by cause."""
 MIN_PAIRS, MAX_PAIRS = 5, 18
@@ -47,10 +47,10 @@ def quota_group() -> Iterator[str]:
     group.rmdir()
 
 
-def explain_target(faults: dict[str, Any], requests: list[Asked]) -> dict[str, Any]:
+def explain_target(faults: dict[str, Any], requests: list[TimedRequest]) -> dict[str, Any]:
     """Returns what explain reports about the target request."""
     pytest.importorskip("uvicorn", reason="uvicorn is not installed")
-    report = explained(faults, requests)
+    report = explain_faults(faults, requests)
     (found,) = [request for request in report["worst"] if request["input_tokens"] == TARGET.prompt]
     return dict(found)
 
@@ -109,7 +109,7 @@ def assert_added_is_attributed(cause: str, faults: dict[str, Any], faulty: dict[
         if number < MIN_PAIRS:
             continue
         assert median(attributed) > 60, attributed
-        share, unfaulted = _added_to_attributed(added, attributed), verdict.median(without)
+        share, unfaulted = _added_to_attributed(added, attributed), verdict.estimate_median(without)
         if MIN_RATIO <= share.value <= MAX_RATIO and unfaulted.value <= MAX_UNFAULTED_SHARE:
             return
     assert share.low <= MAX_RATIO and share.high >= MIN_RATIO, (added, attributed)
@@ -120,7 +120,7 @@ def assert_added_is_attributed(cause: str, faults: dict[str, Any], faulty: dict[
 def _added_to_attributed(added: list[float], attributed: list[float]) -> verdict.Figure:
     """Returns added over attributed latency; the divisor is at least 1 ms, so noise cannot make it infinite."""
     added_ms, attributed_ms = np.array(added), np.array(attributed)
-    return verdict.bootstrapped(
+    return verdict.bootstrap_figure(
         len(added_ms),
         lambda rows: float(np.median(added_ms[rows]) / max(np.median(attributed_ms[rows]), 1.0)),
     )
@@ -128,9 +128,9 @@ def _added_to_attributed(added: list[float], attributed: list[float]) -> verdict
 
 def test_blocked_event_loop_is_named_for_stuttering_streams() -> None:
     pytest.importorskip("uvicorn", reason="uvicorn is not installed")
-    streams = [Asked(0.2 + 0.02 * number, 20, 150) for number in range(14)]
+    streams = [TimedRequest(0.2 + 0.02 * number, 20, 150) for number in range(14)]
     blockers = [BLOCKER._replace(at=0.6 + 0.4 * number) for number in range(4)]
-    report = explained({"blocking_prompt": BLOCKER.prompt, "blocking_ms": 200}, [*streams, *blockers])
+    report = explain_faults({"blocking_prompt": BLOCKER.prompt, "blocking_ms": 200}, [*streams, *blockers])
     (found,) = [finding for finding in report["findings"] if finding["cause"] == "event_loop"]
     assert found["symptom"] == "stutter"
     assert "asyncio.to_thread" in found["change"]

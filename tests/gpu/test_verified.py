@@ -22,5 +22,5 @@ def test_every_gate_passes(tmp_path: Path) -> None:
     )
     assert completed.returncode in (0, 1)
     (results,) = tmp_path.glob("gpu-*.json")
-    failed = {line.claim: line.value for line in verdict.loaded(results) if line.verdict == verdict.FAIL}
+    failed = {line.claim: line.value for line in verdict.load_lines(results) if line.verdict == verdict.FAIL}
     assert failed == {}

@@ -64,9 +64,9 @@ class OnDevice(complaint_server.Engine):
         super().__init__(faults)
         self.on_gpu = True
 
-    def compute(self, prompt_tokens: int, step: otel_infer.step) -> None:
+    def run_forward(self, prompt_tokens: int, step: otel_infer.step) -> None:
         time.sleep(LAUNCH_NS / 1e9)
-        _, done_at = DEVICE.launch(round(self.length(prompt_tokens) * 1e6))
+        _, done_at = DEVICE.launch(round(self.compute_step_ms(prompt_tokens) * 1e6))
         step.launched()
         time.sleep(max(done_at - DEVICE.now(), 0) / 1e9)
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
+from ddsketch import DDSketch
+
 from otel_infer.assembly.records.request import RequestRecord
 from otel_infer.export.sampling import slow_requests
-from otel_infer.export.sampling.slow_requests import MAX_CLASSES, MIN_REQUESTS, SlowRequestDetector
+from otel_infer.export.sampling.slow_requests import ACCURACY, MAX_CLASSES, MIN_REQUESTS, SlowRequestDetector
 
 
 def request(duration: int, ttft: int = 0, tokens: int = 100, prompt: int = 100) -> RequestRecord:
@@ -66,3 +69,16 @@ def test_size_classes_are_limited() -> None:
 def test_share_zero_finds_no_slow_request() -> None:
     slow = SlowRequestDetector(0)
     assert not any(slow.is_slow(request(i**3)) for i in range(1, 200))
+
+
+def test_sketch_quantiles_are_within_their_accuracy() -> None:
+    """The durations are Pareto distributed, without an upper end."""
+    durations = 3 * (1 + np.random.default_rng(1).pareto(2.0, slow_requests.MAX_SKETCH_REQUESTS))
+    sketch = DDSketch(ACCURACY)
+    for duration in durations.tolist():
+        sketch.add(duration)
+    for quantile in (0.5, 0.95, 0.99, 0.999):
+        exact = float(np.quantile(durations, quantile, method="lower"))
+        estimate = sketch.get_quantile_value(quantile)
+        assert estimate is not None
+        assert abs(estimate / exact - 1) <= ACCURACY
