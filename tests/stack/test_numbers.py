@@ -52,7 +52,9 @@ QUERIES = (
     QuantileQuery("overview.json", "Time to first token", ttft, semconv.TIME_TO_FIRST_TOKEN),
     QuantileQuery("overview.json", "Whole request", duration(REQUEST), semconv.REQUEST_DURATION),
     QuantileQuery("latency-breakdown.json", "Queue: quantiles", duration("queue"), semconv.STAGE_DURATION),
-    QuantileQuery("latency-breakdown.json", "Prefill: quantiles", duration("prefill"), semconv.STAGE_DURATION),
+    QuantileQuery(
+        "latency-breakdown.json", "Prefill: quantiles", duration("prefill"), semconv.STAGE_DURATION
+    ),
     QuantileQuery("latency-breakdown.json", "Decode: quantiles", duration("decode"), semconv.STAGE_DURATION),
 )
 
