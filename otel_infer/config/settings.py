@@ -127,7 +127,7 @@ SETTINGS: dict[str, Setting] = {
     "device_timing": Setting(
         "OTEL_INFER_DEVICE_TIMING",
         "auto",
-        "`auto`: time GPU work by events on its streams, which cost at most about 0.3 % of the time; `off`: "
+        "`auto`: time GPU work by events on its streams, limited to about 0.3 % of the time by their expected cost; `off`: "
         "use the host's clock only",
         _choice_parser("auto", "off"),
     ),
