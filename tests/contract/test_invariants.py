@@ -48,8 +48,8 @@ from otel_infer.sidecar.pipeline import Pipeline
 from otel_infer.tracing import caller, request_span, span_ids
 from tests.support.otlp_receiver import OtlpReceiver, status
 from tests.support.served import chat, transformers_serve
-from tests.support.story import COUNTED
-from tests.support.toy_server import RUN, Toy, free_port, processes, until
+from tests.support.story import CLOSED_METRICS_OUTLET
+from tests.support.toy_server import RUN, Toy, free_port, processes, wait_until
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -761,7 +761,7 @@ def test_10_no_content_leaves_unless_capture_is_on(
             toy.process = subprocess.Popen(
                 toy.command, stdout=output, stderr=output, env=toy.environ, start_new_session=True
             )
-        until(lambda: _accepts_connections(toy.port))
+        wait_until(lambda: _accepts_connections(toy.port))
         for path in (
             f"/v1/users/{CANARIES['user']}/chat",
             "/v1/refused",
@@ -866,9 +866,9 @@ def test_11_fork_and_spawn_are_safe_with_private_rings(tmp_path: Path, receiver:
     with Toy(tmp_path / "log", receiver.environ) as toy:
         reply = toy.chat()
         folder = Path(toy.state()["folder"])
-        forked = toy.ask("/chat", {"fork": {"requests": 2}})
+        forked = toy.post("/chat", {"fork": {"requests": 2}})
         assert (
-            toy.ask("/spawn", {"headers": {"traceparent": f"00-{'ab' * 16}-{'cd' * 8}-01"}}).body["status"]
+            toy.post("/spawn", {"headers": {"traceparent": f"00-{'ab' * 16}-{'cd' * 8}-01"}}).body["status"]
             == 0
         )
         assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o600}
@@ -939,7 +939,7 @@ def test_13_random_names_in_requests_add_few_series(config: Config) -> None:
     arena, rings = MemoryArena(), MergedReader()
     request_span.span_factory = span_ids.SdkSpanFactory(*_standard_sampling(), span_ids.Limits())
     recorder.start(lambda: arena, lambda: None, lambda reason: None)
-    pipeline = Pipeline(config, rings, [], None, {}, COUNTED, _clock.read_clocks()[1])
+    pipeline = Pipeline(config, rings, [], None, {}, CLOSED_METRICS_OUTLET, _clock.read_clocks()[1])
     try:
         app = asgi.wrap(_Echo())
         asyncio.run(_drive(app, [("POST", "/v1/chat", "toy")], pipeline, arena))

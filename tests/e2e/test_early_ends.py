@@ -19,7 +19,7 @@ import pytest
 from otel_infer import semconv
 from tests.support.otlp_receiver import OtlpReceiver
 from tests.support.served import BATCHING, RUN, Server, chat, free_port
-from tests.support.toy_server import until
+from tests.support.toy_server import wait_until
 
 pytestmark = pytest.mark.real
 
@@ -88,7 +88,7 @@ class ControlledServer(Server):
         return json.load(urllib.request.urlopen(f"http://127.0.0.1:{self.port}/{path}", timeout=30))
 
     def wait_until(self, *words: object) -> None:
-        until(lambda: self.control(*words))
+        wait_until(lambda: self.control(*words))
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +105,7 @@ def server(
     log = tmp_path_factory.mktemp("logs") / "server.log"
     with ControlledServer(command, port, log, environ) as server:
         chat(port, tiny_llama, tokens=4)
-        until(lambda: count_requests(receiver)[semconv.REQUEST_DURATION.name, "", ""] == 1)
+        wait_until(lambda: count_requests(receiver)[semconv.REQUEST_DURATION.name, "", ""] == 1)
         yield server
 
 

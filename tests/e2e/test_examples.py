@@ -95,11 +95,11 @@ def run_example(
         assert server.process is not None
         time.sleep(0.3)
         server.process.send_signal(signal.SIGINT)  # once, because a second signal would interrupt the flush
-        assert server.process.wait(30) == 0, server.said()
+        assert server.process.wait(30) == 0, server.read_log()
     assert all(answer.status == 200 for answer in answers)
     records = {record.trace_id.hex(): record for record in replay.read_records(tape)}
-    assert set(records) == {answer.trace_id for answer in answers}, server.said()
-    assert "Traceback" not in server.said()
+    assert set(records) == {answer.trace_id for answer in answers}, server.read_log()
+    assert "Traceback" not in server.read_log()
     return answers, records
 
 

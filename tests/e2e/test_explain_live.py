@@ -22,7 +22,7 @@ from otel_infer.instrumentation.httpx import instrument_client
 from otel_infer.ringbuffer import directory
 from tests.support.otlp_receiver import OtlpReceiver
 from tests.support.served import Server, chat, transformers_serve
-from tests.support.toy_server import Toy, until
+from tests.support.toy_server import Toy, wait_until
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def explain(*arguments: str, **environ: str) -> Any:
 def wait_for_rings(toy: Toy) -> Path:
     """Returns the folder of the rings once the sidecar runs."""
     folder = Path(toy.state()["folder"])
-    until(lambda: directory.is_held(folder / directory.SIDECAR_LOCK))
+    wait_until(lambda: directory.is_held(folder / directory.SIDECAR_LOCK))
     return folder
 
 

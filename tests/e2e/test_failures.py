@@ -22,7 +22,7 @@ from otel_infer import semconv
 from tests.support.arrivals import arrived, assert_nothing_came_twice, counted, lost, requests_of
 from tests.support.otlp_receiver import OtlpReceiver, ok, partial_success, slow, status
 from tests.support.served import chat, transformers_serve
-from tests.support.toy_server import RUN, Toy, processes, traceparent, until
+from tests.support.toy_server import RUN, Toy, processes, traceparent, wait_until
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -114,7 +114,7 @@ def test_killed_sidecar_is_replaced_without_duplicate_spans(
         ]
         time.sleep(0.7)
         os.kill(first, signal.SIGKILL)
-        second = until(lambda: [pid for pid in toy.sidecars() if pid != first])
+        second = wait_until(lambda: [pid for pid in toy.sidecars() if pid != first])
         time.sleep(2)
     long_traces = [process.communicate(timeout=20)[0].decode().strip() for process in long_clients]
     assert toy.stop() == 143
@@ -150,7 +150,7 @@ def test_crashing_sidecar_restarts_with_backoff_and_is_reported(start: Start) ->
         toy = start(OTEL_INFER_RINGS=rings)
         pids: set[int] = set()
         began = time.monotonic()
-        while toy.said().count("sidecar crashed") < 2:
+        while toy.read_log().count("sidecar crashed") < 2:
             assert toy.chat().status == 200
             pids |= set(toy.sidecars())
             assert time.monotonic() - began < 30
@@ -186,7 +186,7 @@ def test_suspended_sidecar_does_not_stop_the_server(start: Start, receiver: Otlp
     began = time.monotonic()
     with toy.load() as during:
         time.sleep(1.5)
-    assert toy.ask("/flush", {"timeout": 0.2}).body["flushed"] is False
+    assert toy.post("/flush", {"timeout": 0.2}).body["flushed"] is False
     assert time.monotonic() - began < 5
     assert toy.sidecars() == [sidecar]
     os.kill(sidecar, signal.SIGCONT)
@@ -283,11 +283,11 @@ def test_without_shared_memory_the_server_exports_in_process(
     replies = [toy.chat() for _ in range(5)]
     assert toy.state()["arena"] == "MemoryArena"
     arrived(receiver, *answered_traces(replies))
-    assert toy.said().count("in-process, because ") == 1
-    assert "/dev/shm" in toy.said() or "shared memory" in toy.said()
+    assert toy.read_log().count("in-process, because ") == 1
+    assert "/dev/shm" in toy.read_log() or "shared memory" in toy.read_log()
     toy.stop()
-    assert "Traceback" not in toy.said()
-    assert len(toy.said().splitlines()) <= 2
+    assert "Traceback" not in toy.read_log()
+    assert len(toy.read_log().splitlines()) <= 2
 
 
 def open_to_nobody() -> tuple[str, ...]:
@@ -341,7 +341,7 @@ def test_child_that_drops_privileges_is_recorded(
     start: Start, receiver: OtlpReceiver, nobody_launcher: tuple[str, ...], launcher: Sequence[str]
 ) -> None:
     toy = start((*nobody_launcher, *launcher))
-    reply = toy.ask("/chat", {"fork": {"requests": 2, "uid": NOBODY}})
+    reply = toy.post("/chat", {"fork": {"requests": 2, "uid": NOBODY}})
     assert receiver.wait_for(lambda it: len(requests_of(it).get(reply.trace_id, ())) == 3, 25)
     toy.stop()
     assert_nothing_came_twice(receiver)
@@ -359,7 +359,7 @@ def test_fork_under_load_is_a_separate_process(
     assert toy.chat().status == 200
     folder = toy.state()["folder"]
     with toy.load() as replies:
-        forks = [toy.ask("/chat", {"fork": {"requests": 3}}) for _ in range(3)]
+        forks = [toy.post("/chat", {"fork": {"requests": 3}}) for _ in range(3)]
         assert [200, 200, 200] == [reply.status for reply in forks]
         time.sleep(0.5)
         if mode == "sidecar":
@@ -371,10 +371,10 @@ def test_fork_under_load_is_a_separate_process(
             lambda it, reply=reply: len(requests_of(it).get(reply.trace_id, ())) == 4, 25
         )
         requests = requests_of(receiver)[reply.trace_id]
-        (parent,) = [span for span in requests if span["attributes"].get("who") == "parent"]
+        (parent,) = [span for span in requests if span["attributes"].get("process_role") == "parent"]
         children = [span for span in requests if span is not parent]
         assert {span["parent_span_id"] for span in children} == {parent["span_id"]}
-        assert {span["attributes"].get("who") for span in children} == {"child"}
+        assert {span["attributes"].get("process_role") for span in children} == {"child"}
         spans += requests
     assert {span["attributes"].get("error.type") for span in spans} == {None}
     assert not any(span["attributes"].get(semconv.TELEMETRY_LOST) for span in spans)
@@ -392,7 +392,7 @@ def test_spawned_process_uses_the_same_sidecar(
     sidecar = toy.sidecar()
     toy.state()
     trace_id, _, headers = traceparent()
-    spawned = toy.ask("/spawn", {"headers": headers})
+    spawned = toy.post("/spawn", {"headers": headers})
     assert spawned.body["status"] == 0
     assert toy.sidecars() == [sidecar]
     (served, spawned_request) = arrived(receiver, reply.trace_id, trace_id)
@@ -448,7 +448,7 @@ def test_removed_ring_folder_costs_no_request(start: Start, receiver: OtlpReceiv
     arrived(receiver, *answered_traces(replies))
     with toy.load() as more:
         os.kill(sidecar, signal.SIGKILL)
-        until(lambda: toy.sidecars() not in ([], [sidecar]), 20)
+        wait_until(lambda: toy.sidecars() not in ([], [sidecar]), 20)
         time.sleep(0.5)
     after = [toy.chat() for _ in range(3)]
     assert all(reply.status == 200 for reply in [*replies, *more, *after])
@@ -520,7 +520,7 @@ def test_flush_to_stuck_collector_does_not_stop_reading(start: Start, receiver: 
     with toy.load(threads=8, tokens=50) as replies:
         time.sleep(0.7)
         began = time.monotonic()
-        assert toy.ask("/flush", {"timeout": 1.5}).body["flushed"] is False
+        assert toy.post("/flush", {"timeout": 1.5}).body["flushed"] is False
         assert 1.5 <= time.monotonic() - began < 3.0
     receiver.answer(ok())
     spans = arrived(receiver, *answered_traces(replies))
@@ -558,7 +558,7 @@ def test_real_server_survives_sidecar_crash_and_reports_death(
         first = _children(supervisor, b"otel_infer-sidecar")[0]
         (served,) = [pid for pid in _children(supervisor) if pid != first]
         os.kill(first, signal.SIGKILL)
-        until(lambda: _children(supervisor, b"otel_infer-sidecar"))
+        wait_until(lambda: _children(supervisor, b"otel_infer-sidecar"))
         reply = chat(server.port, tiny_llama, tokens=6)
         arrived(receiver, reply.trace_id)
         clients = [

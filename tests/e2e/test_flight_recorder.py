@@ -20,7 +20,7 @@ import pytest
 from otel_infer.ringbuffer import directory
 from otel_infer.sidecar.recording import file
 from tests.support.otlp_receiver import OtlpReceiver
-from tests.support.toy_server import RUN, Toy, free_port, until
+from tests.support.toy_server import RUN, Toy, free_port, wait_until
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -67,7 +67,7 @@ def non_empty_tapes(folder: Path) -> list[Path]:
 def wait_for_rings(toy: Toy) -> str:
     """Returns the ring folder of a server once its sidecar runs."""
     folder = str(toy.state()["folder"])
-    until(lambda: directory.is_held(Path(folder) / directory.SIDECAR_LOCK))
+    wait_until(lambda: directory.is_held(Path(folder) / directory.SIDECAR_LOCK))
     return folder
 
 
@@ -109,9 +109,9 @@ def test_dump_writes_a_replayable_tape(
 
 def test_tape_under_load_has_all_steps_of_requests(tmp_path: Path, receiver: OtlpReceiver) -> None:
     with Toy(tmp_path / "log", receiver.environ) as toy, toy.load(threads=2, tokens=100) as replies:
-        until(toy.sidecars)
+        wait_until(toy.sidecars)
         folder = wait_for_rings(toy)
-        until(lambda: len(replies) >= 2)
+        wait_until(lambda: len(replies) >= 2)
         done = run("dump", "--out", str(tmp_path / "a.tape"), "--rings", folder)
         assert done.returncode == 0, done.stderr
         found = read_traces(tmp_path / "a.tape")
@@ -167,7 +167,7 @@ def test_dump_reads_from_a_separate_sidecar(tmp_path: Path, receiver: OtlpReceiv
     separate = subprocess.Popen([*COMMAND, "sidecar", "--rings", str(rings)], env={**inherited, **environ})
     toy = Toy(tmp_path / "log", environ)
     try:
-        until((rings / f"otel_infer-{os.getuid()}" / directory.SIDECAR_LOCK).exists)
+        wait_until((rings / f"otel_infer-{os.getuid()}" / directory.SIDECAR_LOCK).exists)
         toy.start()
         reply = toy.chat()
         done = run("dump", "--out", str(tmp_path / "a.tape"), "--rings", str(rings))
@@ -193,10 +193,10 @@ def test_signal_writes_a_tape_into_a_private_folder(tmp_path: Path, receiver: Ot
         reply = toy.chat()
         toy.state()
         sidecar = toy.sidecar()
-        until(lambda: handles_signals(sidecar))
+        wait_until(lambda: handles_signals(sidecar))
         os.kill(sidecar, signal.SIGUSR2)
         folder = temporary / f"otel_infer-{os.getuid()}"
-        (path,) = until(lambda: tapes(folder))
+        (path,) = wait_until(lambda: tapes(folder))
         assert folder.stat().st_mode & 0o777 == 0o700
         assert path.stat().st_mode & 0o777 == 0o600
         assert set(read_traces(path)) == {reply.trace_id}
@@ -221,7 +221,7 @@ def test_breach_writes_one_tape_with_earlier_requests(tmp_path: Path, receiver: 
         time.sleep(1.0)
         assert len(tapes(folder)) == 20
         missed += [toy.chat(tokens=40) for _ in range(2)]
-        (path,) = until(lambda: non_empty_tapes(folder))
+        (path,) = wait_until(lambda: non_empty_tapes(folder))
         found = read_traces(path)
         assert {reply.trace_id for reply in [*fine, *missed]} <= set(found)
         missed += [toy.chat(tokens=40) for _ in range(3)]
@@ -272,12 +272,12 @@ def test_webhook_tape_contains_no_user_content(tmp_path: Path, receiver: OtlpRec
         toy.chat(fail=canaries["error"])
         toy.state()
         sidecar = toy.sidecar()
-        until(lambda: handles_signals(sidecar))
+        wait_until(lambda: handles_signals(sidecar))
         alert = {"status": "firing", "alerts": [{"labels": {"alertname": canaries["alert"]}}]}
         status, answer = post(port, f"/dump?q={canaries['alert']}", json.dumps(alert))
         assert status == 202
         path = Path(answer["file"])
-        until(path.exists)
+        wait_until(path.exists)
         assert path.parent == folder
         assert reply.trace_id in read_traces(path)
         taped = gzip.decompress(path.read_bytes())

@@ -17,7 +17,7 @@ import pytest
 
 from otel_infer.ringbuffer import directory
 from tests.support.otlp_receiver import OtlpReceiver
-from tests.support.toy_server import MARK, RUN, Toy, free_port, processes, until
+from tests.support.toy_server import MARK, RUN, Toy, free_port, processes, wait_until
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -78,7 +78,7 @@ def test_disabled_by_configuration_nothing_is_started(
         pids = {str(pid) for pid in processes(toy.mark)}
         assert not any(name.partition("-")[0] in pids for name in folders())
         assert toy.stop() == 143
-        assert toy.said() == ""
+        assert toy.read_log() == ""
 
 
 def test_without_a_destination_nothing_is_started(tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_without_a_destination_nothing_is_started(tmp_path: Path) -> None:
         assert toy.chat().status == 200
         assert toy.state()["arena"] == "NoneType"
         assert toy.sidecars() == []
-        assert toy.said() == ""
+        assert toy.read_log() == ""
         toy.stop()
 
 
@@ -228,7 +228,7 @@ def test_run_forwards_signals(number: signal.Signals, tmp_path: Path) -> None:
     process = subprocess.Popen(
         command, env=environment(**UNREACHABLE), stdin=subprocess.DEVNULL, start_new_session=True
     )
-    until(ready.exists)
+    wait_until(ready.exists)
     process.send_signal(number)
     assert process.wait(15) == 43
 
@@ -236,7 +236,7 @@ def test_run_forwards_signals(number: signal.Signals, tmp_path: Path) -> None:
 def test_signal_before_the_server_start_is_not_lost() -> None:
     command = [*RUN, sys.executable, "-c", "import time; time.sleep(20)"]
     process = subprocess.Popen(command, env=environment(**UNREACHABLE), start_new_session=True)
-    until(lambda: _handles(process.pid, signal.SIGTERM), every=0.0005)
+    wait_until(lambda: _handles(process.pid, signal.SIGTERM), every=0.0005)
     process.send_signal(signal.SIGTERM)
     assert process.wait(15) == 128 + signal.SIGTERM
 
@@ -295,7 +295,7 @@ def test_run_leaves_a_daemonized_server_and_sidecar_running(tmp_path: Path, rece
     pid, folder = ready.read_text().split()
     assert directory.is_held(Path(folder) / directory.SIDECAR_LOCK)
     os.kill(int(pid), signal.SIGKILL)
-    until(lambda: not Path(folder).exists())
+    wait_until(lambda: not Path(folder).exists())
     assert receiver.wait_for(lambda it: any(span["name"] == "chat toy" for span in it.spans))
 
 
@@ -336,7 +336,7 @@ def test_nothing_is_left_after_ctrl_c_on_terminal(
     assert toy.folder is not None
     assert not toy.folder.exists()
     assert any(span["trace_id"] == reply.trace_id for span in receiver.spans)
-    assert "Traceback" not in toy.said()
+    assert "Traceback" not in toy.read_log()
 
 
 @pytest.mark.parametrize("launcher", [(), RUN], ids=["one-line", "otel-infer-run"])
@@ -361,13 +361,13 @@ def test_nothing_is_left_of_a_rerun_notebook(tmp_path: Path, receiver: OtlpRecei
         for _ in range(4):
             traces.append(toy.chat().trace_id)
             ring_folders.add(toy.state()["folder"])
-            assert toy.ask("/again").body["instrumented"] is True
+            assert toy.post("/reinstrument").body["instrumented"] is True
         traces.append(toy.chat().trace_id)
         ring_folders.add(toy.state()["folder"])
-        until(lambda: len(toy.sidecars()) == 1)
-        until(lambda: sum(Path(folder).exists() for folder in ring_folders) == 1)
+        wait_until(lambda: len(toy.sidecars()) == 1)
+        wait_until(lambda: sum(Path(folder).exists() for folder in ring_folders) == 1)
         assert set(traces) <= {span["trace_id"] for span in wait_for_traces(receiver, traces)}
-        assert len(toy.said().splitlines()) == 5
+        assert len(toy.read_log().splitlines()) == 5
         toy.stop()
         assert not any(Path(folder).exists() for folder in ring_folders)
 
@@ -382,7 +382,7 @@ def test_nothing_is_left_of_rerun_in_process_notebook(tmp_path: Path, receiver: 
         traces = []
         for _ in range(3):
             traces.append(toy.chat().trace_id)
-            assert toy.ask("/again").body["instrumented"] is True
+            assert toy.post("/reinstrument").body["instrumented"] is True
         wait_for_traces(receiver, traces)
         assert toy.state()["threads"].count("otel_infer") == 0
         assert len([name for name in toy.state()["threads"] if "otel_infer" in name]) == 0
@@ -424,10 +424,10 @@ def test_nothing_is_left_after_a_reload(
         first = toy.chat().body
         sidecar = toy.sidecar()
         (tmp_path / "reloaded.py").write_text(APP.replace("VERSION = 1", "VERSION = 2"))
-        until(lambda: toy.chat().body.get("version") == 2)
+        wait_until(lambda: toy.chat().body.get("version") == 2)
         second = toy.chat()
         assert second.body["pid"] != first["pid"]
-        until(lambda: len(toy.sidecars()) == 1)
+        wait_until(lambda: len(toy.sidecars()) == 1)
         # Under `otel-infer run` the sidecar outlives the server process; otherwise each server process has its own.
         assert (toy.sidecar() == sidecar) is bool(launcher)
         wait_for_traces(receiver, [second.trace_id])
@@ -454,7 +454,7 @@ sys.exit(not otel_infer.flush(20))
     started = [subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True) for _ in range(8)]
     ring_folders = [Path(process.communicate(timeout=40)[0].strip()) for process in started]
     assert [0] * 8 == [process.returncode for process in started]
-    until(lambda: not processes(mark))
+    wait_until(lambda: not processes(mark))
     assert not any(folder.exists() for folder in ring_folders)
     roots = [span for span in receiver.spans if span["name"] == "chat toy"]
     assert len({span["trace_id"] for span in roots}) == 8 == len(roots)
@@ -479,7 +479,7 @@ def test_separate_sidecar_leaves_other_files_of_its_folder(tmp_path: Path, recei
     toy = Toy(tmp_path / "log", environ)
     try:
         rings = volume / f"otel_infer-{os.getuid()}"
-        until((rings / directory.SIDECAR_LOCK).exists)
+        wait_until((rings / directory.SIDECAR_LOCK).exists)
         toy.start()
         replies = [toy.chat() for _ in range(3)]
         assert toy.state()["folder"] == str(rings)
@@ -488,7 +488,7 @@ def test_separate_sidecar_leaves_other_files_of_its_folder(tmp_path: Path, recei
         toy.kill()
         assert toy.process is not None
         toy.process.wait(5)
-        until(lambda: not list(rings.glob("*.requests")))
+        wait_until(lambda: not list(rings.glob("*.requests")))
         toy.start()
         wait_for_traces(receiver, [toy.chat().trace_id])
         separate.send_signal(signal.SIGTERM)

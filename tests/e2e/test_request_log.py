@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.toy_server import RUN, Toy, until
+from tests.support.toy_server import RUN, Toy, wait_until
 
 
 def parse_lines(text: str) -> list[dict[str, Any]]:
@@ -31,9 +31,9 @@ def test_sidecar_logs_kept_requests_without_an_exporter(
         ordinary, slow, failed = toy.chat(tokens=2), toy.chat(tokens=40), toy.chat(fail="canary")
 
         def read_log() -> list[dict[str, Any]]:
-            return parse_lines(log.read_text() if where == "file" and log.exists() else toy.said())
+            return parse_lines(log.read_text() if where == "file" and log.exists() else toy.read_log())
 
-        until(lambda: len(read_log()) >= 2)
+        wait_until(lambda: len(read_log()) >= 2)
         logged = {line["trace_id"]: line for line in read_log()}
         assert set(logged) == {slow.trace_id, failed.trace_id} and ordinary.status == 200
         assert (logged[slow.trace_id]["keep_reason"], logged[slow.trace_id]["missed"]) == ("slo", ["e2e"])

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 from tests.support.otlp_receiver import OtlpReceiver
-from tests.support.served import BATCHING, RUN, Answered, Server, chat, free_port
+from tests.support.served import BATCHING, RUN, ChatResponse, Server, chat, free_port
 
 pytestmark = pytest.mark.real
 
@@ -68,7 +68,7 @@ def last_stall(server: Server) -> float:
         return float(json.load(answer)[-1])
 
 
-def spans_of(receiver: OtlpReceiver, answers: list[Answered]) -> dict[str, list[dict[str, Any]]]:
+def spans_of(receiver: OtlpReceiver, answers: list[ChatResponse]) -> dict[str, list[dict[str, Any]]]:
     """Returns the spans of each request by trace id, once all requests have arrived."""
     wanted = {answer.trace_id for answer in answers}
 
@@ -144,7 +144,7 @@ def differences_of_pairs(
 def test_stalled_step_appears_only_in_its_requests(
     server: Server, receiver: OtlpReceiver, tiny_llama: Path
 ) -> None:
-    answers: list[Answered] = []
+    answers: list[ChatResponse] = []
     early = [
         threading.Thread(target=lambda: answers.append(chat(server.port, tiny_llama, tokens=40)))
         for _ in range(3)

@@ -219,9 +219,9 @@ def test_first_trace_needs_only_the_command(tiny_llama: Path, tmp_path: Path) ->
     ) as server:
         answer = chat(server.port, tiny_llama, tokens=8)
         deadline = time.monotonic() + 10
-        while answer.trace_id[:8] not in server.said() and time.monotonic() < deadline:
+        while answer.trace_id[:8] not in server.read_log() and time.monotonic() < deadline:
             time.sleep(0.1)
-        line = next(line for line in server.said().splitlines() if line.startswith(answer.trace_id[:8]))
+        line = next(line for line in server.read_log().splitlines() if line.startswith(answer.trace_id[:8]))
     assert "chat tiny-llama  ok" in line
     for stage in ("ingress", "tokenize", "queue", "prefill", "decode", "postprocess"):
         assert f"{stage} " in line

@@ -41,8 +41,8 @@ def dumped(url: str, folder: Path, launcher: tuple[str, ...] = ()) -> tuple[str,
     log = folder / "net.json"
     command = [*launcher, required(), *QUIET, f"--user-data-dir={folder / 'profile'}", f"--log-net-log={log}"]
     ran = subprocess.run([*command, "--dump-dom", url], capture_output=True, timeout=100, check=True)
-    said = [event["params"] for event in json.loads(log.read_text())["events"] if "params" in event]
-    of_page = [one for one in said if one.get("initiator", "not an origin") != "not an origin"]
+    parameters = [event["params"] for event in json.loads(log.read_text())["events"] if "params" in event]
+    of_page = [event for event in parameters if event.get("initiator", "not an origin") != "not an origin"]
     return ran.stdout.decode(), {one["url"] for one in of_page if one.get("url", "").startswith("http")}
 
 

@@ -28,50 +28,50 @@ states: list[Any] = []
 """The server's generation states, which hold the engine."""
 
 
-class Place:
+class FailurePoint:
     """A place in the engine where a request can be held or made to fail."""
 
     def __init__(self) -> None:
-        self.deed, self.left = "", 0
+        self.action, self.left = "", 0
         self.held, self.open = threading.Event(), threading.Event()
 
-    def arm(self, deed: str, after: int) -> None:
+    def arm(self, action: str, after: int) -> None:
         self.held.clear()
         self.open.clear()
-        self.deed, self.left = deed, after
+        self.action, self.left = action, after
 
     def release(self) -> None:
-        self.deed = ""
+        self.action = ""
         self.open.set()
 
-    def due(self) -> str:
+    def take_action(self) -> str:
         """Returns the action that is due now."""
-        if not self.deed or self.left:
+        if not self.action or self.left:
             self.left = max(self.left - 1, 0)
             return ""
-        deed, self.deed = self.deed, ""
-        return deed
+        action, self.action = self.action, ""
+        return action
 
-    def passed(self) -> None:
-        deed = self.due()
-        if deed == "fail":
+    def apply_action(self) -> None:
+        action = self.take_action()
+        if action == "fail":
             raise MemoryError("on purpose")
-        if deed == "hold":
+        if action == "hold":
             self.held.set()
             self.open.wait(30)
 
 
-places = {name: Place() for name in ("queue", "prefill", "decode", "text", "egress")}
+places = {name: FailurePoint() for name in ("queue", "prefill", "decode", "text", "egress")}
 
 
-def passing(owner: Any, name: str, place: Callable[..., str]) -> None:
+def intercept_calls(owner: Any, name: str, place: Callable[..., str]) -> None:
     """Makes every call of `owner.name` pass the place that `place` returns for its arguments, if any."""
     original = getattr(owner, name)
 
     @functools.wraps(original)
     def function(*args: Any, **kwargs: Any) -> Any:
         if where := place(*args, **kwargs):
-            places[where].passed()
+            places[where].apply_action()
         return original(*args, **kwargs)
 
     setattr(owner, name, function)
@@ -86,10 +86,10 @@ def _engine() -> None:
     from transformers.cli.serving.chat_completion import ChatCompletionHandler
     from transformers.generation.continuous_batching import model_runner, scheduler
 
-    passing(scheduler.Scheduler, "add_waiting_request", lambda *_: "queue")
-    passing(model_runner.ModelRunner, "compute_batch", _computing)
-    passing(utils.CBStreamer, "put", lambda *_: "text")
-    passing(ChatCompletionHandler, "_build_chunk_sse", _failing_at_the_end)
+    intercept_calls(scheduler.Scheduler, "add_waiting_request", lambda *_: "queue")
+    intercept_calls(model_runner.ModelRunner, "compute_batch", _computing)
+    intercept_calls(utils.CBStreamer, "put", lambda *_: "text")
+    intercept_calls(ChatCompletionHandler, "_build_chunk_sse", _failing_at_the_end)
     generate = utils.CBGenerateManager.generate_streaming
 
     def generate_streaming(self: Any, *args: Any, request_id: str, **kwargs: Any) -> Any:
@@ -101,7 +101,7 @@ def _engine() -> None:
 
 
 def _failing_at_the_end(*args: Any, finish_reason: str | None = None, **_: Any) -> str:
-    return "egress" if finish_reason and places["egress"].deed == "fail" else ""
+    return "egress" if finish_reason and places["egress"].action == "fail" else ""
 
 
 def is_known(request_id: str) -> bool:
@@ -111,7 +111,7 @@ def is_known(request_id: str) -> bool:
     return waits or request_id in {**manager.scheduler.active_requests, **manager.scheduler.waiting_requests}
 
 
-class Fate:
+class DeadlineMiddleware:
     """An application with request deadlines and padded responses."""
 
     def __init__(self, app: Any) -> None:
@@ -125,7 +125,7 @@ class Fate:
         async def padded(message: Any) -> None:
             nonlocal begun
             begun = True
-            if ENDING in message.get("body", b"") and places["egress"].due() == "hold":
+            if ENDING in message.get("body", b"") and places["egress"].take_action() == "hold":
                 places["egress"].held.set()
                 await asyncio.to_thread(places["egress"].open.wait, 30)
             if len(pad) > 3 and message.get("body"):
@@ -151,23 +151,23 @@ def _routes() -> None:
     def build_server(*args: Any, generation_state: Any, **kwargs: Any) -> Any:
         states.append(generation_state)
         app = build(*args, generation_state=generation_state, **kwargs)
-        app.add_middleware(Fate)
-        for path, deed in (
-            ("/arm/{place}/{deed}/{after}", arm),
+        app.add_middleware(DeadlineMiddleware)
+        for path, action in (
+            ("/arm/{place}/{action}/{after}", arm),
             ("/held/{place}", lambda place: places[place].held.is_set()),
             ("/release/{place}", lambda place: places[place].release()),
             ("/computed/{request_id}", lambda request_id: not is_known(request_id)),
             ("/stop/{request_id}", stop),
             ("/revive", revive),
         ):
-            app.get(path)(deed)
+            app.get(path)(action)
         return app
 
     server.build_server = build_server
 
 
-def arm(place: str, deed: str, after: int) -> None:
-    places[place].arm(deed, after)
+def arm(place: str, action: str, after: int) -> None:
+    places[place].arm(action, after)
 
 
 def stop(request_id: str) -> None:

@@ -10,7 +10,7 @@ TRACE_ID, SPAN_ID = 0x4BF92F3577B34DA6A3CE929D0E0E4736, 0x00F067AA0BA902B7
 ENDED_AT = 1_700_000_000_250_000_000
 
 
-def said(aggregator: MetricsAggregator) -> MetricsAggregator:
+def fill_every_metric(aggregator: MetricsAggregator) -> MetricsAggregator:
     """Returns the aggregator with one point of each metric; histogram points have an exemplar."""
     for metric in semconv.METRICS:
         values = {name: f"a {name}" for name in metric.attributes}

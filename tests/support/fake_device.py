@@ -16,37 +16,37 @@ NEVER = 1 << 62
 
 
 class FakeEvent:
-    """`at`: host instant at which the device reaches it. `said`: the device clock at that instant."""
+    """`at`: host instant at which the device reaches it. `device_ns`: the device clock at that instant."""
 
     def __init__(self, device: FakeDevice) -> None:
         self._device = device
         self.at: int | None = None
-        self.said = 0
+        self.device_ns = 0
         self.in_graph = False
 
     def record(self, stream: FakeStream) -> None:
         device = self._device
-        device.called("record")
+        device.count_call("record")
         self.in_graph = device.in_capture
         if not self.in_graph:
-            self.at = stream.reached(device.now() + device.launch_ns)
+            self.at = stream.advance_to(device.now() + device.launch_ns)
             stream.free_at += device.mark_ns
-            self.said = device.told(self.at)
+            self.device_ns = device.read_clock(self.at)
 
     def query(self) -> bool:
-        self._device.asked("query")
+        self._device.count_query("query")
         self._check()
         return self.at is None or self.at <= self._device.now()
 
     def elapsed_time(self, end: FakeEvent) -> float:
         """Returns ms, as float32."""
         device = self._device
-        device.asked("elapsed")
+        device.count_query("elapsed")
         for event in (self, end):
             event._check()
             if event.at is None or event.at > device.now():
                 raise RuntimeError("device not ready")
-        milliseconds = (end.said - self.said) / 1e6
+        milliseconds = (end.device_ns - self.device_ns) / 1e6
         return float(struct.unpack("f", struct.pack("f", milliseconds))[0])
 
     def synchronize(self) -> None:
@@ -63,7 +63,7 @@ class FakeStream:
     def __init__(self) -> None:
         self.free_at = 0
 
-    def reached(self, earliest: int) -> int:
+    def advance_to(self, earliest: int) -> int:
         self.free_at = max(self.free_at, earliest)
         return self.free_at
 
@@ -111,26 +111,26 @@ class FakeDevice:
         """Launches work of the application; returns its begin and end, host ns."""
         self._time += self.call_ns
         stream = stream or self.main
-        begins = stream.reached(self._time + self.launch_ns)
+        begins = stream.advance_to(self._time + self.launch_ns)
         stream.free_at = begins + length_ns
         return begins, stream.free_at
 
     # ── the device ───────────────────────────────────────────────────────────────────────────────────────────────
 
-    def called(self, name: str) -> None:
+    def count_call(self, name: str) -> None:
         self.calls[name] += 1
         self._time += self.call_ns
         if self.is_lost:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    def asked(self, name: str) -> None:
+    def count_query(self, name: str) -> None:
         """Makes a query, which breaks a capture."""
-        self.called(name)
+        self.count_call(name)
         if self.in_capture:
             self.was_broken = True
             raise RuntimeError("operation not permitted when stream is capturing")
 
-    def told(self, at: int) -> int:
+    def read_clock(self, at: int) -> int:
         """Returns the device clock at this host instant."""
         return int(self._offset + at * (1 + self.drift)) // self.tick_ns * self.tick_ns
 

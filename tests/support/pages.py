@@ -15,7 +15,7 @@ class Page(HTMLParser):
     def __init__(self, text: str) -> None:
         super().__init__(convert_charrefs=True)
         self.elements: list[tuple[str, dict[str, str]]] = []
-        self.said: list[tuple[tuple[str, ...], str]] = []
+        self.text_parts: list[tuple[tuple[str, ...], str]] = []
         self._open: list[tuple[str, dict[str, str]]] = []
         self.feed(text)
         self.close()
@@ -37,11 +37,13 @@ class Page(HTMLParser):
 
     def handle_data(self, data: str) -> None:
         places = tuple(attributes.get("id", tag) for tag, attributes in self._open)
-        self.said.append((places, data))
+        self.text_parts.append((places, data))
 
     def text(self, place: str = "html") -> str:
         """Returns the text inside the element with this id or tag, without scripts and styles."""
-        parts = [t for places, t in self.said if place in places and not {"script", "style"} & {*places[-1:]}]
+        parts = [
+            t for places, t in self.text_parts if place in places and not {"script", "style"} & {*places[-1:]}
+        ]
         return " ".join(" ".join(parts).split())
 
     def all(self, tag: str, **wanted: str) -> list[dict[str, str]]:
@@ -51,7 +53,7 @@ class Page(HTMLParser):
 
     def data(self, place: str) -> Any:
         """Returns the JSON inside the element with this id."""
-        (text,) = (t for places, t in self.said if place in places and places[-1] == "script")
+        (text,) = (t for places, t in self.text_parts if place in places and places[-1] == "script")
         return json.loads(text)
 
     def whole(self) -> None:

@@ -23,7 +23,7 @@ BATCHING = (
 )
 
 
-class Answered(NamedTuple):
+class ChatResponse(NamedTuple):
     """A client's response: `chunks` of text and their arrival (perf_counter_ns)."""
 
     status: int
@@ -62,14 +62,14 @@ class Server:
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline:
             if self.process.poll() is not None:
-                raise RuntimeError(f"the server ended with {self.process.returncode}:\n{self.said()}")
-            if self.answers():
+                raise RuntimeError(f"the server ended with {self.process.returncode}:\n{self.read_log()}")
+            if self.responds():
                 return self
             time.sleep(0.1)
         self.stop(signal.SIGKILL)
-        raise RuntimeError(f"the server was not ready in time:\n{self.said()}")
+        raise RuntimeError(f"the server was not ready in time:\n{self.read_log()}")
 
-    def answers(self) -> bool:
+    def responds(self) -> bool:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=2)
         try:
             connection.request("GET", self._path)
@@ -91,7 +91,7 @@ class Server:
                 continue
         return self.process.returncode
 
-    def said(self) -> str:
+    def read_log(self) -> str:
         return self.log.read_text(errors="replace")[-6000:] if self.log.exists() else ""
 
     def __enter__(self) -> Server:
@@ -118,7 +118,7 @@ def transformers_serve(
 
 def chat(
     port: int, model: Path, *, tokens: int = 8, words: int = 8, stream: bool = True, flags: str = "01"
-) -> Answered:
+) -> ChatResponse:
     """Sends one chat completion with a `traceparent` of its own."""
     trace_id, parent_id = secrets.token_hex(16), secrets.token_hex(8)
     body = {
@@ -145,4 +145,6 @@ def chat(
     else:
         answer = json.loads(response.read() or b"{}")
     connection.close()
-    return Answered(response.status, trace_id, parent_id, chunks, at, sent_at, time.perf_counter_ns(), answer)
+    return ChatResponse(
+        response.status, trace_id, parent_id, chunks, at, sent_at, time.perf_counter_ns(), answer
+    )

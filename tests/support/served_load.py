@@ -11,7 +11,7 @@ from otel_infer.assembly.records.request import RequestRecord
 from otel_infer.ringbuffer import events
 
 MS = 1_000_000
-LATER = 1 << 60
+AFTER_ALL_EVENTS = 1 << 60
 
 
 @dataclass
@@ -37,46 +37,46 @@ class Served:
     seed: int = 1
     pauses: list[tuple[float, float]] = field(default_factory=list)
     """(at, ms) of garbage collections."""
-    frozen: list[tuple[float, float]] = field(default_factory=list)
+    blocked_loop: list[tuple[float, float]] = field(default_factory=list)
     """(at, ms) in which the event loop is blocked; the engine is not."""
     cold_ms: float = 0.0
     """Extra ms of the first step."""
 
-    def records(self, asked: list[Asked]) -> list[RequestRecord]:
+    def records(self, load: list[Asked]) -> list[RequestRecord]:
         assembler = Assembler()
-        assembler.feed_events(self.facts(asked))
-        records = assembler.drain_records(LATER)
+        assembler.feed_events(self.facts(load))
+        records = assembler.drain_records(AFTER_ALL_EVENTS)
         request.attribute_latency(records)
         return records
 
-    def facts(self, asked: list[Asked]) -> list[events.RecordedEvent]:
-        draw, said = (
+    def facts(self, load: list[Asked]) -> list[events.RecordedEvent]:
+        draw, recorded = (
             random.Random(self.seed),
             [events.RecordedEvent(10, 0, events.EngineSeen(0, 1, 1, "toy"))],
         )
-        for since, length in self.frozen:
+        for since, length in self.blocked_loop:
             paused = events.PauseSeen(round((since + length) * MS), round(since * MS), "event_loop")
-            said.append(events.RecordedEvent(1, 0, paused))
-        coming = sorted(range(len(asked)), key=lambda i: asked[i].at + asked[i].before_ms)
-        for i, one in enumerate(asked):
-            self._arrives(said, i + 1, one)
+            recorded.append(events.RecordedEvent(1, 0, paused))
+        coming = sorted(range(len(load)), key=lambda i: load[i].at + load[i].before_ms)
+        for i, client_request in enumerate(load):
+            self._record_arrival(recorded, i + 1, client_request)
         queue: list[int] = []
         running: list[int] = []
-        left = {i: one.tokens for i, one in enumerate(asked)}
+        left = {i: client_request.tokens for i, client_request in enumerate(load)}
         fresh: set[int] = set()
         members: list[int] = []
         pauses = sorted(self.pauses)
         at, step = 0.0, 0
         while coming or queue or running:
-            while coming and asked[coming[0]].at + asked[coming[0]].before_ms <= at:
+            while coming and load[coming[0]].at + load[coming[0]].before_ms <= at:
                 queue.append(coming.pop(0))
             if not running and not queue:
-                at = asked[coming[0]].at + asked[coming[0]].before_ms
+                at = load[coming[0]].at + load[coming[0]].before_ms
                 continue
             if not running and self.batch_delay and len(queue) < self.max_batch:
-                due = asked[queue[0]].at + asked[queue[0]].before_ms + self.batch_delay
+                due = load[queue[0]].at + load[queue[0]].before_ms + self.batch_delay
                 if at < due and (coming or at < due):
-                    following = asked[coming[0]].at + asked[coming[0]].before_ms if coming else due
+                    following = load[coming[0]].at + load[coming[0]].before_ms if coming else due
                     at = min(max(following, at), due)
                     if at < due:
                         continue
@@ -85,9 +85,9 @@ class Served:
                     fresh.add(queue[0])
                     running.append(queue.pop(0))
             step += 1
-            prompts = tuple((running.index(i), asked[i].prompt) for i in running if i in fresh)
+            prompts = tuple((running.index(i), load[i].prompt) for i in running if i in fresh)
             now = [i + 1 for i in running]
-            said.append(events.RecordedEvent(10, 0, events.StepScheduled(
+            recorded.append(events.RecordedEvent(10, 0, events.StepScheduled(
                 round(at * MS), step, True, len(now), (), tuple(now), prompts, 0, 0, len(now), len(queue)
             )))  # fmt: skip
             cost = self.base + self.each * len(now) + self.prompt_token * sum(n for _, n in prompts)
@@ -96,38 +96,42 @@ class Served:
             while pauses and pauses[0][0] < until:
                 since, length = pauses.pop(0)
                 since = max(since, at)
-                said.append(events.RecordedEvent(1, 0, events.PauseSeen(
+                recorded.append(events.RecordedEvent(1, 0, events.PauseSeen(
                     round((since + length) * MS), round(since * MS), "gc"
                 )))  # fmt: skip
                 until += length
             at = until
-            said.append(events.RecordedEvent(10, 0, events.StepDone(round(at * MS), step, (), 0)))
+            recorded.append(events.RecordedEvent(10, 0, events.StepDone(round(at * MS), step, (), 0)))
             fresh.clear()
             for i in list(running):
                 left[i] -= 1
                 if left[i] == 0:
                     running.remove(i)
                     end = round((at + 0.3) * MS)
-                    said.append(
+                    recorded.append(
                         events.RecordedEvent(1, i + 1, events.EngineFinished(round(at * MS), "stop", 0))
                     )
-                    said.append(
+                    recorded.append(
                         events.RecordedEvent(
-                            1, i + 1, events.RequestEnded(end, events.OK, "", 200, asked[i].tokens, 0, 0)
+                            1, i + 1, events.RequestEnded(end, events.OK, "", 200, load[i].tokens, 0, 0)
                         )
                     )
             members = now
         assert members is not None
-        return sorted(said, key=lambda fact: fact.event.at)
+        return sorted(recorded, key=lambda entry: entry.event.at)
 
     @staticmethod
-    def _arrives(said: list[events.RecordedEvent], handle: int, one: Asked) -> None:
-        at, until = round(one.at * MS), round((one.at + one.before_ms) * MS)
+    def _record_arrival(recorded: list[events.RecordedEvent], handle: int, client_request: Asked) -> None:
+        at, until = round(client_request.at * MS), round((client_request.at + client_request.before_ms) * MS)
         ids = handle.to_bytes(16, "big")
-        said.append(events.RecordedEvent(1, handle, events.RequestArrived(
+        recorded.append(events.RecordedEvent(1, handle, events.RequestArrived(
             at, at, ids, ids[8:], bytes(8), bytes(8), events.SAMPLED, "chat", "toy", "toy", "POST"
         )))  # fmt: skip
-        said.append(events.RecordedEvent(1, handle, events.StageEnded(until, at, "ingress", 0)))
-        said.append(
-            events.RecordedEvent(1, handle, events.RequestSubmitted(until, 1, one.prompt, one.tokens, "toy"))
+        recorded.append(events.RecordedEvent(1, handle, events.StageEnded(until, at, "ingress", 0)))
+        recorded.append(
+            events.RecordedEvent(
+                1,
+                handle,
+                events.RequestSubmitted(until, 1, client_request.prompt, client_request.tokens, "toy"),
+            )
         )

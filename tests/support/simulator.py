@@ -24,7 +24,7 @@ from otel_infer.ringbuffer.step_writer import StepWriter
 from otel_infer.ringbuffer.writer import MemoryArena, RequestWriter
 
 CHUNK = 16
-MOST = 8
+MAX_BATCH_SIZE = 8
 """Maximum members of a batch."""
 
 
@@ -38,12 +38,12 @@ class Tick(NamedTuple):
     sit_out: int
     swap: bool
     speculate: bool
-    told: bool
+    reports_leaver: bool
     poll: bool
     nanoseconds: int
 
 
-def ticks(sequences: int = 3, most: int = 60) -> st.SearchStrategy[list[Tick]]:
+def ticks(sequences: int = 3, max_ticks: int = 60) -> st.SearchStrategy[list[Tick]]:
     """Generates programs; most of their steps only decode, as in production."""
     rarely = st.one_of(st.just(-1), st.just(-1), st.just(-1), st.integers(-1, 9))
     arrival = st.tuples(st.integers(1, sequences), st.integers(2, 40), st.integers(1, 8))
@@ -56,11 +56,11 @@ def ticks(sequences: int = 3, most: int = 60) -> st.SearchStrategy[list[Tick]]:
         sit_out=rarely,
         swap=st.integers(0, 9).map(lambda n: n == 9),
         speculate=st.integers(0, 4).map(lambda n: n == 4),
-        told=st.booleans(),
+        reports_leaver=st.booleans(),
         poll=st.booleans(),
         nanoseconds=st.integers(1, 200_000_000),
     )
-    return st.lists(tick, max_size=most)
+    return st.lists(tick, max_size=max_ticks)
 
 
 class Request:
@@ -90,7 +90,7 @@ class Stream:
         self.gone = False
 
 
-class Flight(NamedTuple):
+class StepInFlight(NamedTuple):
     """A step between scheduled and done; per member: its epoch, whether it delivers, whether it is a prompt."""
 
     step: int
@@ -105,11 +105,11 @@ class DatedReader(StepReader):
     _last_at = 0
 
     def poll(self, now: int, final: bool = False) -> Iterator[events.RecordedEvent]:
-        for said in super().poll(now, final):
-            if isinstance(said.event, events.StepsLost):
-                said = said._replace(event=said.event._replace(at=self._last_at))
-            self._last_at = said.event.at
-            yield said
+        for recorded in super().poll(now, final):
+            if isinstance(recorded.event, events.StepsLost):
+                recorded = recorded._replace(event=recorded.event._replace(at=self._last_at))
+            self._last_at = recorded.event.at
+            yield recorded
 
 
 class Simulator:
@@ -122,8 +122,8 @@ class Simulator:
             mock.patch.object(_clock, "now", new=self._read_clock),
             mock.patch.object(batch_writer, "_now", new=self._read_clock),
         ]
-        for one in self._clocks:
-            one.start()
+        for patch in self._clocks:
+            patch.start()
         self.arena = MemoryArena()
         self.writer = RequestWriter(self.arena, "sim", "server", sizes)
         self.log = BatchWriter(StepWriter(self.arena, "sim-1", "toy", sizes), HandleTable())
@@ -134,13 +134,13 @@ class Simulator:
         self.waiting: deque[Stream] = deque()
         self.running: list[Stream] = []
         self.left: list[Stream] = []
-        self.flights: deque[Flight] = deque()
+        self.flights: deque[StepInFlight] = deque()
         self.rings, self.assembler = merged_reader.MergedReader(), Assembler()
         with mock.patch.object(merged_reader, "StepReader", DatedReader):
             for name, memory in self.arena.buffers:
                 self.rings.add_ring(name, memory, self.now)
         self.records: list[RequestRecord] = []
-        self.said: list[events.RecordedEvent] = []
+        self.recorded_events: list[events.RecordedEvent] = []
 
     def _read_clock(self) -> int:
         return self.now
@@ -149,8 +149,8 @@ class Simulator:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for one in self._clocks:
-            one.stop()
+        for patch in self._clocks:
+            patch.stop()
 
     # ── the server ───────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -176,19 +176,19 @@ class Simulator:
     def poll(self, final: bool = False) -> None:
         """Polls the rings once, as a reader does."""
         self.now += 1000
-        said = self.rings.poll(self.now, final)
-        self.said += said
-        self.assembler.feed_events(said)
+        polled = self.rings.poll(self.now, final)
+        self.recorded_events += polled
+        self.assembler.feed_events(polled)
         self.records += self.assembler.drain_records(self.rings.horizon + (GRACE_NS if final else 0))
 
     def _happen(self, tick: Tick) -> None:
         for sequences, prompt, output in tick.arrivals:
             self._arrive(sequences, prompt, output)
         if self.running and tick.preempt >= 0:
-            self._preempt(self.running[tick.preempt % len(self.running)], tick.recompute, tick.told)
+            self._preempt(self.running[tick.preempt % len(self.running)], tick.recompute, tick.reports_leaver)
         live = [request for request in self.requests if not request.ended_at]
         if live and tick.abort >= 0:
-            self._abort(live[tick.abort % len(live)], tick.told)
+            self._abort(live[tick.abort % len(live)], tick.reports_leaver)
 
     def _arrive(self, sequences: int, prompt: int, output: int) -> None:
         number = len(self.requests) + 1
@@ -204,7 +204,7 @@ class Simulator:
         self.waiting += request.sequences
         self.now += 2
 
-    def _preempt(self, sequence: Stream, recompute: bool, told: bool) -> None:
+    def _preempt(self, sequence: Stream, recompute: bool, reports_leaver: bool) -> None:
         # Work that is still being computed cannot be swapped out.
         flying = [member for flight in self.flights for member in flight.members]
         computing = any(member is sequence and is_prompt for member, _, _, is_prompt in flying)
@@ -212,26 +212,26 @@ class Simulator:
         kind = "recompute" if recompute else "offload"
         sequence.request.preemptions += 1
         self.writer.write_event(sequence.request.handle, events.RequestPreempted(self.now, kind))
-        self._leave(sequence, told)
+        self._leave(sequence, reports_leaver)
         sequence.epoch += 1
         if recompute:
             sequence.prompt_left = sequence.prompt + sequence.generated
         self.waiting.appendleft(sequence)
         self.now += 1
 
-    def _abort(self, request: Request, told: bool) -> None:
+    def _abort(self, request: Request, reports_leaver: bool) -> None:
         self._end(request, events.ABORTED, "client_disconnect")
         for sequence in request.sequences:
             if sequence in self.running:
-                self._leave(sequence, told)
+                self._leave(sequence, reports_leaver)
             elif sequence in self.waiting:
                 self.waiting.remove(sequence)
             sequence.epoch += 1
             sequence.gone = True
 
-    def _leave(self, sequence: Stream, told: bool) -> None:
+    def _leave(self, sequence: Stream, reports_leaver: bool) -> None:
         self.running.remove(sequence)
-        if told:
+        if reports_leaver:
             self.left.append(sequence)
 
     def _end(self, request: Request, outcome: int, error: str) -> None:
@@ -242,7 +242,7 @@ class Simulator:
     # ── the engine ───────────────────────────────────────────────────────────────────────────────────────────────
 
     def _schedule(self, tick: Tick) -> None:
-        while self.waiting and len(self.running) < MOST:
+        while self.waiting and len(self.running) < MAX_BATCH_SIZE:
             self.running.append(self.waiting.popleft())
         members = list(self.running)
         if members and tick.sit_out >= 0:
@@ -264,7 +264,7 @@ class Simulator:
         column = array("I", numbers).tobytes() if set(numbers) != {1} else b""
         step = self.log.write_scheduled(members, self.left, column)
         self.left = []
-        self.flights.append(Flight(step, flying, prompts, tick.speculate))
+        self.flights.append(StepInFlight(step, flying, prompts, tick.speculate))
         self.now += 1
 
     def _done(self) -> None:
@@ -296,7 +296,7 @@ class Simulator:
         self.now += 1
         self._finish(flight)
 
-    def _delivered(self, flight: Flight, sequence: Stream, epoch: int, delivers: bool) -> int:
+    def _delivered(self, flight: StepInFlight, sequence: Stream, epoch: int, delivers: bool) -> int:
         if not delivers or epoch != sequence.epoch or sequence.gone:
             return 0
         most = sequence.output - sequence.generated
@@ -305,10 +305,10 @@ class Simulator:
         sequence.gone = sequence.generated >= sequence.output
         return number
 
-    def _finish(self, flight: Flight) -> None:
+    def _finish(self, flight: StepInFlight) -> None:
         for sequence, *_ in flight.members:
             if sequence.gone and sequence in self.running:
-                self._leave(sequence, told=True)
+                self._leave(sequence, reports_leaver=True)
                 finished = events.EngineFinished(self.now, "length", sequence.generated)
                 self.writer.write_event(sequence.request.handle, finished)
         for request in {sequence.request: None for sequence, *_ in flight.members}:
@@ -316,12 +316,12 @@ class Simulator:
                 self._end(request, events.OK, "")
 
 
-def told(record: RequestRecord) -> dict[int, int]:
+def tokens_by_step(record: RequestRecord) -> dict[int, int]:
     """Returns step → tokens, as read from the record."""
     rows = record.steps
     return dict(zip(rows.step.tolist(), rows.tokens.tolist())) if rows is not None else {}
 
 
-def by_number(records: Sequence[RequestRecord]) -> dict[int, Any]:
+def records_by_number(records: Sequence[RequestRecord]) -> dict[int, Any]:
     """Returns the records by the simulator's request number."""
     return {int.from_bytes(record.trace_id, "big"): record for record in records}

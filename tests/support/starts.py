@@ -9,7 +9,7 @@ from otel_infer.assembly.records.process import StartRecord
 from otel_infer.export.spans.exporter import OtlpSpanExporter
 from otel_infer.ringbuffer import events
 from tests.support.otlp_messages import decoded
-from tests.support.story import BASE, LATER, PROCESS, WALL, Batches, Story, ids, ns
+from tests.support.story import AFTER_ALL_EVENTS, BASE, PROCESS, WALL, BatchCollector, Story, ids, ns
 
 BEGUN = ids("start")
 
@@ -19,39 +19,39 @@ class Starting(Story):
 
     def __init__(self, concluded_at: int = 0, role: str = "server", parent: bytes = bytes(8)) -> None:
         super().__init__()
-        self.tell(PROCESS, 0, events.ProcessSeen(0, 77, role, concluded_at))
-        self.tell(PROCESS, 0, events.ProcessStarted(BASE, WALL, *BEGUN, parent))
+        self.add_event(PROCESS, 0, events.ProcessSeen(0, 77, role, concluded_at))
+        self.add_event(PROCESS, 0, events.ProcessStarted(BASE, WALL, *BEGUN, parent))
 
     def imported(self, at: float, module: str) -> None:
-        self.tell(PROCESS, 0, events.ModuleImported(ns(at), module))
+        self.add_event(PROCESS, 0, events.ModuleImported(ns(at), module))
 
     def begins(self, at: float, phase: str) -> None:
-        self.tell(PROCESS, 0, events.PhaseBegan(ns(at), phase))
+        self.add_event(PROCESS, 0, events.PhaseBegan(ns(at), phase))
 
     def loaded(self, since: float, until: float, model: str = "toy", error: str = "") -> None:
         self.begins(since, events.WEIGHTS)
         ended = events.PhaseEnded(ns(until), ns(since), events.WEIGHTS, "transformers", model, error)
-        self.tell(PROCESS, 0, ended)
+        self.add_event(PROCESS, 0, ended)
 
     def ready(self, since: float, until: float, by: str = events.BY_LIFESPAN, error: str = "") -> None:
         if by == events.BY_LIFESPAN:
             self.begins(since, events.READY)
-        self.tell(PROCESS, 0, events.PhaseEnded(ns(until), ns(since), events.READY, by, "", error))
+        self.add_event(PROCESS, 0, events.PhaseEnded(ns(until), ns(since), events.READY, by, "", error))
 
     def left(self, at: float, error: str = "") -> None:
-        self.tell(PROCESS, 0, events.ProcessLeft(ns(at), error))
+        self.add_event(PROCESS, 0, events.ProcessLeft(ns(at), error))
 
     def died(self, at: float) -> None:
-        self.tell(PROCESS, 0, events.ProcessDied(ns(at)))
+        self.add_event(PROCESS, 0, events.ProcessDied(ns(at)))
 
     def starts(self) -> list[StartRecord]:
         assembler = Assembler()
         assembler.feed_events(self.in_order())
-        return assembler.drain_starts(LATER)
+        return assembler.drain_starts(AFTER_ALL_EVENTS)
 
     def start_spans(self) -> list[dict[str, Any]]:
         """Returns the start spans as a receiver decodes them."""
-        batches = Batches()
+        batches = BatchCollector()
         exporter = OtlpSpanExporter(batches, False)  # type: ignore[arg-type]
         for record in self.starts():
             exporter.export_start(record)

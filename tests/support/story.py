@@ -34,7 +34,7 @@ BASE = 1_000_000 * MS
 """Monotonic ns of the story's 0 ms."""
 WALL = 1_700_000_000_000 * MS
 """Unix ns of the story's 0 ms."""
-LATER = BASE + (1 << 50)
+AFTER_ALL_EVENTS = BASE + (1 << 50)
 PROCESS, ENGINE = 1, 10
 
 
@@ -59,7 +59,7 @@ def ids(name: str) -> tuple[bytes, bytes]:
     return digest[:16], digest[16:24]
 
 
-class Who(NamedTuple):
+class RequestHandle(NamedTuple):
     """A request of the story."""
 
     name: str
@@ -72,8 +72,8 @@ class _Engine:
 
     def __init__(self, ring: int, process: int) -> None:
         self.ring, self.process = ring, process
-        self.members: list[Who] | None = None
-        self.batches: dict[int, list[Who]] = {}
+        self.members: list[RequestHandle] | None = None
+        self.batches: dict[int, list[RequestHandle]] = {}
         self.step = 0
 
 
@@ -81,13 +81,13 @@ class Story:
     """All events of a server."""
 
     def __init__(self, process: int = PROCESS) -> None:
-        self.said: list[events.RecordedEvent] = []
+        self.recorded_events: list[events.RecordedEvent] = []
         self._handles = iter(range(1, 1 << 20))
         self._engines: dict[int, _Engine] = {}
         self.engine(process=process)
 
-    def tell(self, ring: int, handle: int, event: Any) -> None:
-        self.said.append(events.RecordedEvent(ring, handle, event))
+    def add_event(self, ring: int, handle: int, event: Any) -> None:
+        self.recorded_events.append(events.RecordedEvent(ring, handle, event))
 
     # ── requests ─────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -102,9 +102,9 @@ class Story:
         handle: int = 0,
         process: int = PROCESS,
         trace: str = "",
-    ) -> Who:
+    ) -> RequestHandle:
         """Opens a request. With `http` it is below our server span, which is below a span of the client."""
-        request = Who(name, process, handle or next(self._handles))
+        request = RequestHandle(name, process, handle or next(self._handles))
         trace_id, span_id = ids(trace or name)[0], ids(name)[1]
         server = ids(f"server of {name}")[1] if http else bytes(8)
         parent = ids("caller")[1] if http else bytes(8)
@@ -113,48 +113,55 @@ class Story:
         arrived = events.RequestArrived(
             ns(at), WALL + ns(at) - BASE, trace_id, span_id, parent, server, flags, *known
         )
-        self.tell(process, request.handle, arrived)
+        self.add_event(process, request.handle, arrived)
         if http:
             route = "/v1/chat/completions" if operation else "/health"
-            self.state(request, events.HttpDescribed(ns(at), "POST", "http", route))
+            self.add_request_event(request, events.HttpDescribed(ns(at), "POST", "http", route))
         if http and operation:
-            said = ((semconv.OPERATION_NAME, operation), (semconv.REQUEST_MODEL, "toy"))
-            for key, value in said:
-                self.state(request, events.AttributeSet(ns(at), key, value))
+            for key, value in ((semconv.OPERATION_NAME, operation), (semconv.REQUEST_MODEL, "toy")):
+                self.add_request_event(request, events.AttributeSet(ns(at), key, value))
         return request
 
-    def joins(self, at: float, request: Who, process: int) -> Who:
+    def joins(self, at: float, request: RequestHandle, process: int) -> RequestHandle:
         """Continues the request in another process; returns it as that process knows it."""
-        part = Who(request.name, process, next(self._handles))
+        part = RequestHandle(request.name, process, next(self._handles))
         trace_id, span_id = ids(request.name)
         known = trace_id, span_id, bytes(8), bytes(8), events.JOINED, "", "", "", ""
-        self.state(part, events.RequestArrived(ns(at), WALL + ns(at) - BASE, *known))
+        self.add_request_event(part, events.RequestArrived(ns(at), WALL + ns(at) - BASE, *known))
         return part
 
-    def state(self, request: Who, event: Any) -> None:
-        self.tell(request.ring, request.handle, event)
+    def add_request_event(self, request: RequestHandle, event: Any) -> None:
+        self.add_event(request.ring, request.handle, event)
 
-    def stage(self, name: str, started: float, ended: float, request: Who, items: int = 0) -> None:
-        self.state(request, events.StageEnded(ns(ended), ns(started), name, items))
+    def stage(self, name: str, started: float, ended: float, request: RequestHandle, items: int = 0) -> None:
+        self.add_request_event(request, events.StageEnded(ns(ended), ns(started), name, items))
 
     def submitted(
-        self, at: float, request: Who, *, input_tokens: int = 0, max_tokens: int = 0, sequences: int = 1
+        self,
+        at: float,
+        request: RequestHandle,
+        *,
+        input_tokens: int = 0,
+        max_tokens: int = 0,
+        sequences: int = 1,
     ) -> None:
-        self.state(request, events.RequestSubmitted(ns(at), sequences, input_tokens, max_tokens, "toy"))
+        self.add_request_event(
+            request, events.RequestSubmitted(ns(at), sequences, input_tokens, max_tokens, "toy")
+        )
 
-    def received(self, at: float, request: Who) -> None:
-        self.state(request, events.RequestReceived(ns(at)))
+    def received(self, at: float, request: RequestHandle) -> None:
+        self.add_request_event(request, events.RequestReceived(ns(at)))
 
-    def preempted(self, at: float, request: Who, kind: str) -> None:
-        self.state(request, events.RequestPreempted(ns(at), kind))
+    def preempted(self, at: float, request: RequestHandle, kind: str) -> None:
+        self.add_request_event(request, events.RequestPreempted(ns(at), kind))
 
-    def finished(self, at: float, request: Who, reason: str = "stop", tokens: int = 0) -> None:
-        self.state(request, events.EngineFinished(ns(at), reason, tokens))
+    def finished(self, at: float, request: RequestHandle, reason: str = "stop", tokens: int = 0) -> None:
+        self.add_request_event(request, events.EngineFinished(ns(at), reason, tokens))
 
     def ends(
         self,
         at: float,
-        request: Who,
+        request: RequestHandle,
         outcome: int = events.OK,
         error: str = "",
         *,
@@ -165,13 +172,14 @@ class Story:
     ) -> None:
         """Ends a request; `status` defaults to 200 for a successful HTTP request."""
         http = any(
-            s.handle == request.handle and isinstance(s.event, events.HttpDescribed) for s in self.said
+            s.handle == request.handle and isinstance(s.event, events.HttpDescribed)
+            for s in self.recorded_events
         )
         code = status if status is not None else 200 if http and outcome == events.OK else 0
         waits = (round(send_wait * MS), round(detokenize * MS))
-        self.state(request, events.RequestEnded(ns(at), outcome, error, code, chunks, *waits))
+        self.add_request_event(request, events.RequestEnded(ns(at), outcome, error, code, chunks, *waits))
 
-    def aborts(self, at: float, request: Who, error: str = "client_disconnect") -> None:
+    def aborts(self, at: float, request: RequestHandle, error: str = "client_disconnect") -> None:
         self.ends(at, request, events.ABORTED, error)
 
     # ── engines ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -179,14 +187,14 @@ class Story:
     def engine(self, ring: int = ENGINE, process: int = PROCESS) -> int:
         """Adds an engine's ring; returns its number, for `scheduled` and `done`."""
         self._engines[ring] = _Engine(ring, process)
-        self.tell(ring, 0, events.EngineSeen(0, process, 4242, "toy"))
+        self.add_event(ring, 0, events.EngineSeen(0, process, 4242, "toy"))
         return ring
 
     def scheduled(
         self,
         at: float,
-        members: Sequence[Who],
-        prompt: Mapping[Who, int] | None = None,
+        members: Sequence[RequestHandle],
+        prompt: Mapping[RequestHandle, int] | None = None,
         *,
         tokens: Mapping[int, int] | None = None,
         engine: int = ENGINE,
@@ -196,10 +204,10 @@ class Story:
         waiting: int = 0,
     ) -> int:
         """`prompt`: scheduled tokens of a request's sequences. `tokens`: of a position. `lost`: the event is dropped."""
-        said = self._engines[engine]
-        said.step += 1
-        before, members = said.members, list(members)
-        said.members = said.batches[said.step] = members
+        written = self._engines[engine]
+        written.step += 1
+        before, members = written.members, list(members)
+        written.members = written.batches[written.step] = members
         stays = [request for request in before or () if request in members]
         keyframe = keyframe or before is None or members[: len(stays)] != stays
         left, joined = (
@@ -211,17 +219,17 @@ class Story:
         numbers.update(tokens or {})
         exceptions = tuple((i, n) for i, n in sorted(numbers.items()) if n != 1)
         event = events.StepScheduled(
-            ns(at), said.step, keyframe, len(members), left, joined, exceptions, *kv, len(members), waiting
+            ns(at), written.step, keyframe, len(members), left, joined, exceptions, *kv, len(members), waiting
         )
         if not lost:
-            self.tell(engine, 0, event)
-        return said.step
+            self.add_event(engine, 0, event)
+        return written.step
 
     def done(
         self,
         at: float,
         step: int,
-        delivered: Mapping[Who, int] | None = None,
+        delivered: Mapping[RequestHandle, int] | None = None,
         *,
         tokens: Mapping[int, int] | None = None,
         discarded: int = 0,
@@ -234,15 +242,15 @@ class Story:
         }
         numbers.update(tokens or {})
         exceptions = tuple((i, n) for i, n in sorted(numbers.items()) if n != 1)
-        self.tell(engine, 0, events.StepDone(ns(at), step, exceptions, discarded))
+        self.add_event(engine, 0, events.StepDone(ns(at), step, exceptions, discarded))
 
     def step(
         self,
         at: float,
         until: float,
-        members: Sequence[Who],
-        prompt: Mapping[Who, int] | None = None,
-        delivered: Mapping[Who, int] | None = None,
+        members: Sequence[RequestHandle],
+        prompt: Mapping[RequestHandle, int] | None = None,
+        delivered: Mapping[RequestHandle, int] | None = None,
         **more: Any,
     ) -> int:
         """Schedules a step at one instant and completes it at another."""
@@ -262,17 +270,17 @@ class Story:
     ) -> None:
         """Records the device time of a step when it is known, in the engine's process."""
         process, lengths = self._engines[engine].process, (round(launched * MS), round(queued * MS))
-        said = (ns(until), ns(since), "toy", 4242, 0, step, 0, *lengths, events.UNKNOWN_NS, 0)
-        self.tell(process, 0, events.StepTimed(*said))
+        fields = (ns(until), ns(since), "toy", 4242, 0, step, 0, *lengths, events.UNKNOWN_NS, 0)
+        self.add_event(process, 0, events.StepTimed(*fields))
 
     def paused(self, since: float, until: float, cause: str = "gc", process: int = PROCESS) -> None:
-        self.tell(process, 0, events.PauseSeen(ns(until), ns(since), cause))
+        self.add_event(process, 0, events.PauseSeen(ns(until), ns(since), cause))
 
     def marked(self, since: float, at: float, mark: str, count: int = 1, process: int = PROCESS) -> None:
-        self.tell(process, 0, events.MarkSeen(ns(at), ns(since), mark, count))
+        self.add_event(process, 0, events.MarkSeen(ns(at), ns(since), mark, count))
 
     def steps_lost(self, at: float, engine: int = ENGINE) -> None:
-        self.tell(engine, 0, events.StepsLost(ns(at), 1))
+        self.add_event(engine, 0, events.StepsLost(ns(at), 1))
 
     def keyframe_next(self, engine: int = ENGINE) -> None:
         """Makes the next step a keyframe, as a reader requests."""
@@ -282,39 +290,41 @@ class Story:
 
     def in_order(self) -> list[events.RecordedEvent]:
         """Returns the events as the rings return them."""
-        return sorted(self.said, key=lambda said: said.event.at)
+        return sorted(self.recorded_events, key=lambda recorded: recorded.event.at)
 
     def records(self) -> list[RequestRecord]:
         assembler = Assembler()
         assembler.feed_events(self.in_order())
-        return assembler.drain_records(LATER)
+        return assembler.drain_records(AFTER_ALL_EVENTS)
 
-    def record(self, request: Who | None = None) -> RequestRecord:
+    def record(self, request: RequestHandle | None = None) -> RequestRecord:
         """Returns the record of this request, or the only record."""
         span_id = ids(request.name)[1] if request is not None else None
         (found,) = [record for record in self.records() if span_id in (None, record.span_id)]
         return found
 
     def spans(
-        self, keeps: tail_sampler.TailSampler | None = None, latency: bool = False
+        self, sampler: tail_sampler.TailSampler | None = None, latency: bool = False
     ) -> list[dict[str, Any]]:
         """Returns every span as a receiver decodes it."""
-        return exported(self.records(), keeps, latency)
+        return exported(self.records(), sampler, latency)
 
-    def span(self, name: str, request: Who | None = None) -> dict[str, Any]:
+    def span(self, name: str, request: RequestHandle | None = None) -> dict[str, Any]:
         """Returns the only span of this name (of a request)."""
         trace_id = ids(request.name)[0].hex() if request is not None else None
         found = [s for s in self.spans() if s["name"] == name and trace_id in (None, s["trace_id"])]
         (span,) = found
         return span
 
-    def tree(self, request: Who | None = None, keeps: tail_sampler.TailSampler | None = None) -> str:
+    def tree(
+        self, request: RequestHandle | None = None, sampler: tail_sampler.TailSampler | None = None
+    ) -> str:
         """Returns the spans of a request, or all spans, as text."""
         trace_id = ids(request.name)[0].hex() if request is not None else None
-        return drawn(span for span in self.spans(keeps) if trace_id in (None, span["trace_id"]))
+        return render_spans(span for span in self.spans(sampler) if trace_id in (None, span["trace_id"]))
 
 
-def _change(before: list[Who], members: list[Who]) -> tuple[list[int], list[int]]:
+def _change(before: list[RequestHandle], members: list[RequestHandle]) -> tuple[list[int], list[int]]:
     """Returns (positions that left, one after the other; handles that joined)."""
     here, left = list(before), []
     for request in before:
@@ -324,25 +334,25 @@ def _change(before: list[Who], members: list[Who]) -> tuple[list[int], list[int]
     return left, [request.handle for request in members[len(here) :]]
 
 
-class Batches:
-    """Takes the batches of an exporter, in place of a `Sender`."""
+class BatchCollector:
+    """Collects the batches of an exporter, in place of a `Sender`."""
 
     def __init__(self) -> None:
-        self.taken: list[SpanBatch] = []
+        self.collected: list[SpanBatch] = []
         self.lost: Counter[str] = Counter()
 
     def put(self, batch: SpanBatch) -> None:
-        self.taken.append(batch)
+        self.collected.append(batch)
 
     def bodies(self) -> list[bytes]:
         """Returns the bodies that would be sent."""
         return [
             b"".join(otlp.build_export_request(*encode_resource_and_scope({}), batch.parts))
-            for batch in self.taken
+            for batch in self.collected
         ]
 
 
-class Uncollected:
+class ClosedMetricsOutlet:
     """A metrics outlet that accepts nothing, so that the test reads the metrics from the pipeline."""
 
     failed_exports = 0
@@ -356,19 +366,19 @@ class Uncollected:
     close = wait
 
 
-COUNTED: Any = Uncollected()
+CLOSED_METRICS_OUTLET: Any = ClosedMetricsOutlet()
 """Used in place of a `MetricsOutlet`."""
 
 
 def exported(
-    records: Iterable[RequestRecord], keeps: tail_sampler.TailSampler | None = None, latency: bool = False
+    records: Iterable[RequestRecord], sampler: tail_sampler.TailSampler | None = None, latency: bool = False
 ) -> list[dict[str, Any]]:
-    """Returns the spans of records as a receiver decodes their OTLP bytes; every step, unless `keeps` samples them."""
-    batches = Batches()
-    keeps = keeps or tail_sampler.TailSampler("all", 0, keep_unsampled=False, ratio=False)
+    """Returns the spans of records as a receiver decodes their OTLP bytes; every step, unless `sampler` samples them."""
+    batches = BatchCollector()
+    sampler = sampler or tail_sampler.TailSampler("all", 0, keep_unsampled=False, ratio=False)
     exporter = OtlpSpanExporter(batches, latency)  # type: ignore[arg-type]
     for record in records:
-        decision = keeps.make_decision(record)
+        decision = sampler.make_decision(record)
         if decision.export:
             exporter.export_request(record, decision)
     exporter.flush(0)
@@ -377,7 +387,7 @@ def exported(
 
 # ── text ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-_WORDS = {
+_FORMATS = {
     semconv.STEP_ID: "step {}",
     semconv.STEP_TOKENS: "{} tokens",
     semconv.BATCH_SIZE: "batch {}",
@@ -394,7 +404,7 @@ _WORDS = {
 }
 
 
-def drawn(spans: Iterable[dict[str, Any]]) -> str:
+def render_spans(spans: Iterable[dict[str, Any]]) -> str:
     """Draws spans as an indented tree in order of time, with ms of the story and the main attributes."""
     everything = list(spans)
     known = {span["span_id"] for span in everything}
@@ -413,14 +423,14 @@ def drawn(spans: Iterable[dict[str, Any]]) -> str:
 
 
 def _line(span: dict[str, Any]) -> str:
-    said = span["attributes"]
-    words = [word.format(said[key]) for key, word in _WORDS.items() if key in said]
-    if semconv.USAGE_OUTPUT_TOKENS in said or semconv.USAGE_INPUT_TOKENS in said:
-        counts = (said.get(key, 0) for key in (semconv.USAGE_INPUT_TOKENS, semconv.USAGE_OUTPUT_TOKENS))
+    attributes = span["attributes"]
+    words = [word.format(attributes[key]) for key, word in _FORMATS.items() if key in attributes]
+    if semconv.USAGE_OUTPUT_TOKENS in attributes or semconv.USAGE_INPUT_TOKENS in attributes:
+        counts = (attributes.get(key, 0) for key in (semconv.USAGE_INPUT_TOKENS, semconv.USAGE_OUTPUT_TOKENS))
         words.insert(0, " → ".join(map(str, counts)))
-    if semconv.QUEUE_HIDDEN in said:
+    if semconv.QUEUE_HIDDEN in attributes:
         words.append(
-            f"hidden {said[semconv.QUEUE_HIDDEN] * 1e3:g}, scheduler {said[semconv.QUEUE_SCHEDULER] * 1e3:g}"
+            f"hidden {attributes[semconv.QUEUE_HIDDEN] * 1e3:g}, scheduler {attributes[semconv.QUEUE_SCHEDULER] * 1e3:g}"
         )
     if span["status"] == 2:
         words.append("ERROR")

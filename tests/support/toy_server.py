@@ -74,7 +74,7 @@ class Loop(threading.Thread):
                 job.done.set()
 
 
-def answer(loop: Loop | None, headers: dict[str, str], body: dict[str, Any]) -> dict[str, Any]:
+def serve_request(loop: Loop | None, headers: dict[str, str], body: dict[str, Any]) -> dict[str, Any]:
     """Serves one request; without a loop (a forked child) it runs its own steps."""
     tokens = int(body.get("tokens", 3))
     with otel_infer.request("chat", model="toy", headers=headers) as request:
@@ -87,10 +87,10 @@ def answer(loop: Loop | None, headers: dict[str, str], body: dict[str, Any]) -> 
         request.submitted(input_tokens=8, max_tokens=tokens)
         if body.get("fork"):
             child = fork(body["fork"])
-            request.set_attribute("who", "parent")
+            request.set_attribute("process_role", "parent")
             return {"pid": os.getpid(), "child": child}
         if loop is None:
-            request.set_attribute("who", "child")
+            request.set_attribute("process_role", "child")
             for _ in range(tokens):
                 with otel_infer.step([request]):
                     time.sleep(0.001)
@@ -112,24 +112,24 @@ def fork(body: dict[str, Any]) -> int:
         if "uid" in body:
             os.setgid(body["uid"])
             os.setuid(body["uid"])
-        trace.get_current_span().set_attribute("who", "the child, of its parent")
+        trace.get_current_span().set_attribute("process_role", "the child, of its parent")
         for _ in range(body["requests"]):
-            answer(None, {}, {"tokens": 3})
+            serve_request(None, {}, {"tokens": 3})
         otel_infer.flush(20.0)
         status = 0
     finally:
         os._exit(status)
 
 
-def in_a_process_of_its_own(headers: dict[str, str]) -> None:
+def serve_in_new_process(headers: dict[str, str]) -> None:
     """Runs in a spawned process."""
     otel_infer.instrument()
-    answer(None, headers, {"tokens": 3})
+    serve_request(None, headers, {"tokens": 3})
 
 
 def spawn(body: dict[str, Any]) -> dict[str, Any]:
     context = multiprocessing.get_context("spawn")
-    process = context.Process(target=in_a_process_of_its_own, args=(body["headers"],))
+    process = context.Process(target=serve_in_new_process, args=(body["headers"],))
     process.start()
     process.join(20)
     return {"child": process.pid, "status": process.exitcode}
@@ -149,8 +149,8 @@ def state(body: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def again(body: dict[str, Any]) -> dict[str, Any]:
-    """Instruments again, as running a notebook's first cell again does."""
+def reinstrument(body: dict[str, Any]) -> dict[str, Any]:
+    """Instruments again, as a notebook's first cell does when it runs again."""
     otel_infer.uninstrument()
     return {"instrumented": otel_infer.instrument()}
 
@@ -160,7 +160,7 @@ def flush(body: dict[str, Any]) -> dict[str, Any]:
     return {"flushed": otel_infer.flush(body["timeout"]), "seconds": time.monotonic() - began}
 
 
-DEEDS = {"/state": state, "/spawn": spawn, "/again": again, "/flush": flush}
+ACTIONS = {"/state": state, "/spawn": spawn, "/reinstrument": reinstrument, "/flush": flush}
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -171,17 +171,17 @@ class Handler(BaseHTTPRequestHandler):
         path = self.path.partition("?")[0]
         body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or b"{}")
         try:
-            if path in DEEDS:
-                return self.say(200, DEEDS[path](body))
+            if path in ACTIONS:
+                return self.respond(200, ACTIONS[path](body))
             headers = {name.lower(): value for name, value in self.headers.items()}
-            self.say(200, answer(self.loop, headers, body))
+            self.respond(200, serve_request(self.loop, headers, body))
         except (Exception, asyncio.CancelledError) as broken:
-            self.say(500, {"error": str(broken)})
+            self.respond(500, {"error": str(broken)})
 
     def do_GET(self) -> None:
-        self.say(200, {"pid": os.getpid()})
+        self.respond(200, {"pid": os.getpid()})
 
-    def say(self, status: int, answered: dict[str, Any]) -> None:
+    def respond(self, status: int, answered: dict[str, Any]) -> None:
         content = json.dumps(answered).encode()
         self.send_response(status)
         self.send_header("Content-Length", str(len(content)))
@@ -233,7 +233,7 @@ def processes(mark: str) -> dict[int, bytes]:
     return found
 
 
-def until(reached: Any, timeout: float = 15.0, every: float = 0.02) -> Any:
+def wait_until(reached: Any, timeout: float = 15.0, every: float = 0.02) -> Any:
     """Returns the value of `reached()` once it is true; fails after `timeout` s."""
     deadline = time.monotonic() + timeout
     while not (result := reached()):
@@ -245,8 +245,8 @@ def until(reached: Any, timeout: float = 15.0, every: float = 0.02) -> Any:
 def traceparent(flags: str | None = "01") -> tuple[str, str, dict[str, str]]:
     """Returns trace id, span id, and the `traceparent` header with these flags (None: no header)."""
     trace_id, span_id = secrets.token_hex(16), secrets.token_hex(8)
-    said = {"traceparent": f"00-{trace_id}-{span_id}-{flags}"} if flags is not None else {}
-    return trace_id, span_id, said
+    headers = {"traceparent": f"00-{trace_id}-{span_id}-{flags}"} if flags is not None else {}
+    return trace_id, span_id, headers
 
 
 class Toy:
@@ -273,12 +273,12 @@ class Toy:
     def wait_until_ready(self, timeout: float = 30.0) -> None:
         """Waits until it responds; an error contains its output."""
         deadline = time.monotonic() + timeout
-        while self.ask("/state").status != 200:
-            assert self.process is None or self.process.poll() is None, f"it exited:\n{self.said()}"
-            assert time.monotonic() < deadline, f"it was not ready in time:\n{self.said()}"
+        while self.post("/state").status != 200:
+            assert self.process is None or self.process.poll() is None, f"it exited:\n{self.read_log()}"
+            assert time.monotonic() < deadline, f"it was not ready in time:\n{self.read_log()}"
             time.sleep(0.02)
 
-    def ask(
+    def post(
         self,
         path: str,
         body: Mapping[str, Any] | None = None,
@@ -301,11 +301,11 @@ class Toy:
         return Reply(status, trace_id, parent_id, time.perf_counter() - began, answered)
 
     def chat(self, tokens: int = 3, flags: str | None = "01", **body: Any) -> Reply:
-        return self.ask("/chat", {"tokens": tokens, **body}, flags=flags)
+        return self.post("/chat", {"tokens": tokens, **body}, flags=flags)
 
     def state(self) -> dict[str, Any]:
         """Returns the server's state; remembers its folder for checks after it ended."""
-        known = self.ask("/state").body
+        known = self.post("/state").body
         if known.get("folder"):
             self.folder = Path(known["folder"])
         return known
@@ -337,10 +337,10 @@ class Toy:
 
     def sidecar(self) -> int:
         """Waits for the single sidecar; returns its process id."""
-        (pid,) = until(self.sidecars)
+        (pid,) = wait_until(self.sidecars)
         return int(pid)
 
-    def said(self) -> str:
+    def read_log(self) -> str:
         return self.log.read_text(errors="replace") if self.log.exists() else ""
 
     def kill(self, number: int = signal.SIGKILL) -> None:
@@ -351,7 +351,7 @@ class Toy:
         """Waits for the started process and its sidecar; returns the exit status."""
         assert self.process is not None
         status = self.process.wait(timeout)
-        until(lambda: not processes(self.mark), timeout)
+        wait_until(lambda: not processes(self.mark), timeout)
         return status
 
     def stop(self, number: int = signal.SIGTERM) -> int:

@@ -66,11 +66,11 @@ def _check(event: Event) -> None:
 
 def _check_names(events: list[Event]) -> None:
     """Checks that each process and track in use has exactly one name."""
-    said = [(e["name"], e["pid"], e["tid"]) for e in events if e["ph"] == "M"]
-    assert len(said) == len(set(said))
+    named = [(e["name"], e["pid"], e["tid"]) for e in events if e["ph"] == "M"]
+    assert len(named) == len(set(named))
     for event in events:
-        assert ("process_name", event["pid"], 0) in said
-        assert event["ph"] != "X" or ("thread_name", event["pid"], event["tid"]) in said
+        assert ("process_name", event["pid"], 0) in named
+        assert event["ph"] != "X" or ("thread_name", event["pid"], event["tid"]) in named
 
 
 def _check_counters(events: list[Event]) -> None:

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from tests.support.served import Server
-from tests.support.toy_server import until
+from tests.support.toy_server import wait_until
 
 
 def stall(server: Server, kind: str, length_ms: int, members: int = 1) -> None:
@@ -18,13 +18,13 @@ def stall(server: Server, kind: str, length_ms: int, members: int = 1) -> None:
 
 def stalling(server: Server) -> None:
     """Returns while that step is being delayed."""
-    until(server.log.with_suffix(".stalling").exists)
+    wait_until(server.log.with_suffix(".stalling").exists)
 
 
 def stalled(server: Server) -> dict[str, Any]:
     """Returns which step was delayed, once it is over."""
     path = server.log.with_suffix(".done")
-    until(path.exists)
+    wait_until(path.exists)
     done: dict[str, Any] = json.loads(path.read_text())
     path.unlink()
     return done

@@ -15,7 +15,7 @@ from otel_infer import semconv
 from tests.support.arrivals import arrived, assert_nothing_came_twice, requests_of
 from tests.support.otlp_receiver import OtlpReceiver
 from tests.support.served import Server
-from tests.support.toy_server import until
+from tests.support.toy_server import wait_until
 from tests.vllm.asking import CHAT, Answer, ConcurrentRequests, counters, prompt, send_request
 from tests.vllm.conftest import Serve
 from tests.vllm.serving import engine_core, sidecars
@@ -43,7 +43,7 @@ def start_load(server: Server, requests: int, tokens: int) -> ConcurrentRequests
     """Starts requests; returns once they have about a hundred tokens each."""
     before = generated(server)
     client = load(server, requests, tokens)
-    until(lambda: generated(server) - before >= 100 * requests, every=0)
+    wait_until(lambda: generated(server) - before >= 100 * requests, every=0)
     return client
 
 
@@ -84,7 +84,7 @@ def test_a_killed_sidecar_is_replaced_without_duplicate_exports(
     (first,) = sidecars(server)
     across = start_load(server, requests=6, tokens=400)
     os.kill(first, signal.SIGKILL)
-    (second,) = until(lambda: [pid for pid in sidecars(server) if pid != first])
+    (second,) = wait_until(lambda: [pid for pid in sidecars(server) if pid != first])
     assert second != first
     traces = served(across.answers())
     check_complete(receiver, traces, 400)
@@ -109,7 +109,7 @@ def test_a_server_recreates_a_deleted_ring_folder(server: Server, receiver: Otlp
     assert folders
     for folder in folders:
         shutil.rmtree(folder)
-    until(lambda: served(load(server, tokens=10).answers()) and sidecars(server) not in ([], [sidecar]))
+    wait_until(lambda: served(load(server, tokens=10).answers()) and sidecars(server) not in ([], [sidecar]))
     traces = served(load(server).answers())
     assert receiver.wait_for(lambda it: set(traces) <= set(requests_of(it)))
     check_complete(receiver, served(load(server).answers()))
@@ -129,4 +129,4 @@ def test_requests_in_a_killed_engine_core_are_exported(server: Server, receiver:
     assert_nothing_came_twice(receiver)
     assert server.process is not None
     server.process.wait(30)
-    assert until(lambda: not sidecars(server))
+    assert wait_until(lambda: not sidecars(server))

@@ -15,7 +15,7 @@ from otel_infer import semconv
 from tests.support.arrivals import arrived, requests_of
 from tests.support.otlp_receiver import OtlpReceiver
 from tests.support.served import Server
-from tests.support.toy_server import until
+from tests.support.toy_server import wait_until
 from tests.support.trees import trace
 from tests.vllm.asking import (
     CHAT,
@@ -143,7 +143,7 @@ def test_counters_equal_vllms_own(server: Server, receiver: OtlpReceiver) -> Non
         ("infer.kv_cache.prefix.hits", None): vllm_values["vllm:prefix_cache_hits_total"],
     }
     assert vllm_values["vllm:num_preemptions_total"] > 0 and vllm_values["vllm:prefix_cache_hits_total"] > 0
-    until(
+    wait_until(
         lambda: all(exported_counters(receiver).get(key) == value for key, value in expected.items()) or None,
         5,
     )

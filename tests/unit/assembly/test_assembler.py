@@ -18,7 +18,7 @@ from otel_infer.assembly.records.request import RequestRecord
 from otel_infer.ringbuffer import events
 from otel_infer.sidecar.recording import file
 from tests.support.simulator import Simulator, Tick, ticks
-from tests.support.story import BASE, LATER, PROCESS, WALL, Story, ids, ms, ns
+from tests.support.story import AFTER_ALL_EVENTS, BASE, PROCESS, WALL, Story, ids, ms, ns
 
 GRACE_MS = GRACE_NS // 1_000_000
 
@@ -26,7 +26,7 @@ GRACE_MS = GRACE_NS // 1_000_000
 def drained_records(recorded: list[events.RecordedEvent]) -> list[RequestRecord]:
     assembler = Assembler()
     assembler.feed_events(recorded)
-    return assembler.drain_records(LATER)
+    return assembler.drain_records(AFTER_ALL_EVENTS)
 
 
 def comparable(record: RequestRecord) -> dict[str, Any]:
@@ -167,7 +167,7 @@ def test_any_events_in_any_order_yield_plausible_records(
     assembler = Assembler()
     assembler.feed_events(ENGINES)
     assembler.feed_events(recorded)
-    for record in assembler.drain_records(LATER):
+    for record in assembler.drain_records(AFTER_ALL_EVENTS):
         check(record)
     for step in assembler.drain_steps():
         assert step.prefill_tokens >= 0 and step.decode_tokens >= 0
@@ -192,7 +192,7 @@ def test_each_ended_request_yields_one_record(
     for event in [*opened, *between, *(events.RecordedEvent(1, h, e) for h, e in zip(order, ends))]:
         assembler.feed_events([event])
         records += assembler.drain_records(0)
-    records += assembler.drain_records(LATER)
+    records += assembler.drain_records(AFTER_ALL_EVENTS)
     assert sorted(record.handle for record in records if record.ring == 1) == [1, 2, 3]
     assert not [key for key in assembler.open_requests if key[0] == 1]
 
@@ -201,13 +201,13 @@ def test_each_ended_request_yields_one_record(
 
 
 @settings(max_examples=60, deadline=None)
-@given(ticks(most=40), st.integers(1, 2), st.lists(st.integers(0, 400), max_size=20), st.booleans())
+@given(ticks(max_ticks=40), st.integers(1, 2), st.lists(st.integers(0, 400), max_size=20), st.booleans())
 def test_records_do_not_depend_on_the_batches(
     program: list[Tick], depth: int, cuts: list[int], with_horizons: bool
 ) -> None:
     with Simulator(depth) as simulator:
         simulator.run(program)
-    recorded = simulator.said
+    recorded = simulator.recorded_events
     assert all(before.event.at <= after.event.at for before, after in itertools.pairwise(recorded))
     pieces = Assembler()
     records = []
@@ -215,14 +215,14 @@ def test_records_do_not_depend_on_the_batches(
         pieces.feed_events(recorded[begin:end])
         if with_horizons and begin < end <= len(recorded):
             records += pieces.drain_records(recorded[end - 1].event.at - 1)
-    records += pieces.drain_records(LATER)
+    records += pieces.drain_records(AFTER_ALL_EVENTS)
     assert [comparable(record) for record in records] == [
         comparable(record) for record in drained_records(recorded)
     ]
 
 
 @settings(max_examples=30, deadline=None)
-@given(program=ticks(most=30))
+@given(program=ticks(max_ticks=30))
 def test_recording_replays_to_the_same_records(
     program: list[Tick], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -230,12 +230,12 @@ def test_recording_replays_to_the_same_records(
     with Simulator(2) as simulator:
         simulator.run(program)
     writer = file.RecordingWriter(path)
-    for begin in range(0, len(simulator.said), 7):
-        piece = simulator.said[begin : begin + 7]
+    for begin in range(0, len(simulator.recorded_events), 7):
+        piece = simulator.recorded_events[begin : begin + 7]
         writer.write(piece, piece[-1].event.at)
     writer.close()
     replayed = [recorded for batch in file.read_batches(path) for recorded in batch.recorded_events]
-    live, again = drained_records(simulator.said), drained_records(replayed)
+    live, again = drained_records(simulator.recorded_events), drained_records(replayed)
     assert [comparable(record) for record in again] == [comparable(record) for record in live]
 
 
@@ -258,7 +258,7 @@ def test_record_is_drained_exactly_after_the_grace_period() -> None:
     assembler.feed_events(story.in_order())
     assert assembler.drain_records(ns(10) + GRACE_NS - 1) == []
     assert len(assembler.drain_records(ns(10) + GRACE_NS)) == 1
-    assert assembler.drain_records(LATER) == []
+    assert assembler.drain_records(AFTER_ALL_EVENTS) == []
 
 
 # ── handles ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -336,10 +336,10 @@ def test_events_of_unknown_requests_are_ignored() -> None:
     story = Story()
     a = story.arrives(0)
     for handle in (0, 99):
-        story.tell(PROCESS, handle, events.TokenReached(ns(5)))
-        story.tell(PROCESS, handle, events.RequestEnded(ns(6), 0, "", 0, 0, 0, 0))
-    story.tell(77, 0, events.StepDone(ns(7), 1, (), 0))
-    story.tell(77, 0, events.StepsLost(ns(7), 1))
+        story.add_event(PROCESS, handle, events.TokenReached(ns(5)))
+        story.add_event(PROCESS, handle, events.RequestEnded(ns(6), 0, "", 0, 0, 0, 0))
+    story.add_event(77, 0, events.StepDone(ns(7), 1, (), 0))
+    story.add_event(77, 0, events.StepsLost(ns(7), 1))
     story.ends(8, a)
     assert len(story.records()) == 1
 
@@ -389,7 +389,7 @@ def test_inconsistent_batch_is_ignored() -> None:
     story.step(10, 20, [a])
     story.scheduled(20, [a, b], lost=True)
     wrong = events.StepScheduled(ns(20), 2, False, 3, (), (b.handle,), (), 0, 0, 0, 0)
-    story.tell(10, 0, wrong)
+    story.add_event(10, 0, wrong)
     story.done(30, 2)
     story.ends(40, a)
     story.ends(40, b)
@@ -428,13 +428,17 @@ def test_lost_events_mark_requests_in_flight() -> None:
     story = Story()
     a = story.arrives(0)
     other = story.arrives(0, "other", process=2)
-    story.tell(PROCESS, 0, events.EventsLost(ns(10), 7, 2))
+    story.add_event(PROCESS, 0, events.EventsLost(ns(10), 7, 2))
     later = story.arrives(11, "later")
     for member in (a, other, later):
         story.ends(20, member)
     assembler = Assembler()
     assembler.feed_events(story.in_order())
-    assert [record.telemetry_lost for record in assembler.drain_records(LATER)] == [True, False, False]
+    assert [record.telemetry_lost for record in assembler.drain_records(AFTER_ALL_EVENTS)] == [
+        True,
+        False,
+        False,
+    ]
     assert (assembler.events_lost, assembler.events_torn) == (7, 2)
 
 
@@ -444,7 +448,7 @@ def test_request_missing_from_live_table_has_ended() -> None:
     a, b = story.arrives(0), story.arrives(0, "b")
     story.step(10, 20, [a, b])
     story.step(20, 30, [b])
-    story.tell(PROCESS, 0, events.LiveListed(ns(60_000), [b.handle]))
+    story.add_event(PROCESS, 0, events.LiveListed(ns(60_000), [b.handle]))
     story.ends(60_060, b)
     first, second = story.records()
     assert (first.handle, first.telemetry_lost, ms(first.ended_at)) == (a.handle, True, 20)
@@ -454,9 +458,9 @@ def test_request_missing_from_live_table_has_ended() -> None:
 def test_last_event_dates_an_unseen_end() -> None:
     story = Story()
     a, b, c = (story.arrives(0, name) for name in "abc")
-    story.tell(PROCESS, a.handle, events.EngineFinished(ns(40), "stop", 7))
-    story.tell(PROCESS, b.handle, events.StageEnded(ns(45), ns(41), "rerank", 0))
-    story.tell(PROCESS, 0, events.LiveListed(ns(60_000), []))
+    story.add_event(PROCESS, a.handle, events.EngineFinished(ns(40), "stop", 7))
+    story.add_event(PROCESS, b.handle, events.StageEnded(ns(45), ns(41), "rerank", 0))
+    story.add_event(PROCESS, 0, events.LiveListed(ns(60_000), []))
     assert sorted(ms(record.ended_at) for record in story.records()) == [0, 40, 45]
     assert c.handle
 
@@ -466,7 +470,7 @@ def test_recovered_request_with_arrival_event_is_complete() -> None:
     story = Story()
     trace_id, span_id = ids("a")
     recovered = events.LiveRecovered(BASE, WALL, trace_id, span_id, ids("caller")[1], events.SAMPLED)
-    story.tell(PROCESS, 1, recovered)
+    story.add_event(PROCESS, 1, recovered)
     a = story.arrives(0)
     story.step(10, 20, [a])
     story.ends(30, a)
@@ -476,7 +480,7 @@ def test_recovered_request_with_arrival_event_is_complete() -> None:
 
 def test_requests_of_an_earlier_reader_are_not_repeated() -> None:
     story = Story()
-    story.tell(PROCESS, 0, events.ProcessSeen(0, 4242, "server", ns(1000)))
+    story.add_event(PROCESS, 0, events.ProcessSeen(0, 4242, "server", ns(1000)))
     a, b = story.arrives(0), story.arrives(1, "b")
     story.step(10, 20, [a, b])
     story.ends(1000 - GRACE_MS, a)
@@ -484,26 +488,26 @@ def test_requests_of_an_earlier_reader_are_not_repeated() -> None:
     story.ends(1200, b)
     assembler = Assembler()
     assembler.feed_events(story.in_order())
-    assert [record.span_id for record in assembler.drain_records(LATER)] == [ids("b")[1]]
+    assert [record.span_id for record in assembler.drain_records(AFTER_ALL_EVENTS)] == [ids("b")[1]]
     assert [step.step for step in assembler.drain_steps()] == [2], "steps are not counted twice either"
 
 
 def test_process_death_clears_its_state() -> None:
     story = Story()
     a = story.arrives(0)
-    story.tell(PROCESS, 0, events.HooksReported(ns(1), "toy", 3, 4))
+    story.add_event(PROCESS, 0, events.HooksReported(ns(1), "toy", 3, 4))
     story.step(10, 20, [a])
-    story.tell(PROCESS, 0, events.ProcessDied(ns(30)))
+    story.add_event(PROCESS, 0, events.ProcessDied(ns(30)))
     assembler = Assembler()
     assembler.feed_events(story.in_order())
-    assert assembler.drain_records(LATER)[0].error_type == "process_died"
+    assert assembler.drain_records(AFTER_ALL_EVENTS)[0].error_type == "process_died"
     assert (assembler.engines, assembler.processes.hooks, assembler.open_requests) == ({}, {}, {})
 
 
 def test_repeated_hook_reports_count_once() -> None:
     story = Story()
     for at in (1, 60_000, 120_000):
-        story.tell(PROCESS, 0, events.HooksReported(ns(at), "toy", 3, 4))
+        story.add_event(PROCESS, 0, events.HooksReported(ns(at), "toy", 3, 4))
     assembler = Assembler()
     assembler.feed_events(story.in_order())
     assert list(assembler.processes.hooks.values()) == [(3, 4)]
@@ -513,18 +517,18 @@ def test_malformed_event_affects_its_request_only() -> None:
     story = Story()
     a, b = story.arrives(0, "a"), story.arrives(0, "b")
     odd: Any = ["no key"]
-    story.state(a, events.AttributeSet(ns(1), odd, 1))
+    story.add_request_event(a, events.AttributeSet(ns(1), odd, 1))
     for member in (a, b):
         story.ends(9, member)
     assembler = Assembler()
     assembler.feed_events(story.in_order())
-    assert len(assembler.drain_records(LATER)) == 2
+    assert len(assembler.drain_records(AFTER_ALL_EVENTS)) == 2
     assert assembler.events_torn == 1
 
 
 def test_without_a_scheduler_only_submitted_requests_are_queued() -> None:
     story = Story()
-    story.said.clear()
+    story.recorded_events.clear()
     story.arrives(0, "a", operation="")
     submitted = story.arrives(0, "b")
     story.submitted(1, submitted)
@@ -582,8 +586,8 @@ def test_late_pause_is_sorted_by_time() -> None:
     story.paused(10, 12)
     story.ends(22, early)
     assembler = Assembler()
-    assembler.feed_events(story.said)
-    (record,) = assembler.drain_records(LATER)
+    assembler.feed_events(story.recorded_events)
+    (record,) = assembler.drain_records(AFTER_ALL_EVENTS)
     assert [(ms(p.started_at), p.cause) for p in record.pauses] == [(10, "gc"), (20, "compile")]
 
 
@@ -601,7 +605,7 @@ def test_mark_belongs_to_requests_possibly_in_flight() -> None:
 
 def test_marks_are_drained_once_across_readers() -> None:
     story = Story()
-    story.tell(PROCESS, 0, events.ProcessSeen(0, 1, "server", ns(30)))
+    story.add_event(PROCESS, 0, events.ProcessSeen(0, 1, "server", ns(30)))
     story.marked(20, 25, "allocator_oom")
     story.marked(25, 35, "allocator_oom")
     assembler = Assembler()
@@ -612,7 +616,7 @@ def test_marks_are_drained_once_across_readers() -> None:
 
 def test_pauses_are_drained_once_across_readers() -> None:
     story = Story()
-    story.tell(PROCESS, 0, events.ProcessSeen(0, 1, "server", ns(30)))
+    story.add_event(PROCESS, 0, events.ProcessSeen(0, 1, "server", ns(30)))
     story.paused(20, 25)
     story.paused(32, 35)
     assembler = Assembler()
@@ -626,5 +630,5 @@ def test_process_end_keeps_pauses_of_its_requests() -> None:
     a = story.arrives(20)
     story.paused(22, 25)
     story.ends(40, a)
-    story.tell(PROCESS, 0, events.ProcessDied(ns(60)))
+    story.add_event(PROCESS, 0, events.ProcessDied(ns(60)))
     assert [(ms(p.started_at), ms(p.ended_at)) for p in story.record().pauses] == [(22, 25)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from otel_infer.ringbuffer import events
-from tests.support.story import Story, Who, ms, ns
+from tests.support.story import RequestHandle, Story, ms, ns
 
 CORE, STEPS = 2, 20
 """The engine core's ring and its steps' ring."""
@@ -18,7 +18,7 @@ def story() -> Story:
     return story
 
 
-def record_request(story: Story) -> tuple[Who, Who]:
+def record_request(story: Story) -> tuple[RequestHandle, RequestHandle]:
     """Records a complete request. Returns it and its fragment in the engine core."""
     front = story.arrives(0)
     story.submitted(4, front, input_tokens=5)
@@ -27,7 +27,7 @@ def record_request(story: Story) -> tuple[Who, Who]:
     story.step(10, 30, [core], {core: 5}, engine=STEPS)
     story.step(30, 40, [core], engine=STEPS)
     story.finished(40, core)
-    story.state(core, events.RequestEnded(ns(41), events.OK, "", 0, 0, 0, 0))
+    story.add_request_event(core, events.RequestEnded(ns(41), events.OK, "", 0, 0, 0, 0))
     story.ends(45, front, chunks=2)
     return front, core
 
@@ -52,18 +52,20 @@ def test_fragment_end_does_not_end_the_request(story: Story) -> None:
 
 def test_fragment_waits_for_its_request(story: Story) -> None:
     front, core = record_request(story)
-    arrival = next(recorded for recorded in story.said if recorded.handle == front.handle)
-    story.said.remove(arrival)
+    arrival = next(recorded for recorded in story.recorded_events if recorded.handle == front.handle)
+    story.recorded_events.remove(arrival)
     late = arrival.event._replace(at=ns(7))
-    story.said.append(arrival._replace(event=late))
+    story.recorded_events.append(arrival._replace(event=late))
     record = story.record()
     assert record.output_tokens == 2
 
 
 def test_fragment_of_an_unknown_request_is_ignored(story: Story) -> None:
     front, core = record_request(story)
-    story.said = [
-        recorded for recorded in story.said if (recorded.ring, recorded.handle) != (front.ring, front.handle)
+    story.recorded_events = [
+        recorded
+        for recorded in story.recorded_events
+        if (recorded.ring, recorded.handle) != (front.ring, front.handle)
     ]
     assert story.records() == []
 
@@ -86,7 +88,7 @@ def test_request_continues_after_engine_death(story: Story) -> None:
     story.submitted(4, front, input_tokens=5)
     core = story.joins(6, front, CORE)
     story.step(10, 30, [core], {core: 5}, engine=STEPS)
-    story.tell(CORE, 0, events.ProcessDied(ns(35)))
+    story.add_event(CORE, 0, events.ProcessDied(ns(35)))
     story.ends(45, front, events.ERROR, "EngineDeadError", status=500)
     record = story.record()
     assert (record.error_type, ms(record.ended_at), record.failed_stage) == ("EngineDeadError", 45, "decode")
@@ -94,13 +96,13 @@ def test_request_continues_after_engine_death(story: Story) -> None:
 
 def test_loss_in_the_engine_marks_the_request(story: Story) -> None:
     record_request(story)
-    story.tell(CORE, 0, events.EventsLost(ns(12), 1, 0))
+    story.add_event(CORE, 0, events.EventsLost(ns(12), 1, 0))
     assert story.record().telemetry_lost
 
 
 def test_fragment_missing_from_live_table_has_not_ended(story: Story) -> None:
     record_request(story)
-    story.tell(CORE, 0, events.LiveListed(ns(42), []))
+    story.add_event(CORE, 0, events.LiveListed(ns(42), []))
     record = story.record()
     assert ms(record.ended_at) == 45
 
@@ -131,9 +133,9 @@ def test_loop_pauses_count_all_the_time(story: Story) -> None:
 def test_worker_pause_counts_for_requests_of_its_engine(story: Story) -> None:
     """In any order of discovery. Pauses of another engine's worker do not count."""
     worker, other = 3, 4
-    story.tell(worker, 0, events.ProcessSeen(0, 103, "worker", 0, parent=102))
-    story.tell(CORE, 0, events.ProcessSeen(0, 102, "engine", 0, parent=100))
-    story.tell(other, 0, events.ProcessSeen(0, 104, "worker", 0, parent=99))
+    story.add_event(worker, 0, events.ProcessSeen(0, 103, "worker", 0, parent=102))
+    story.add_event(CORE, 0, events.ProcessSeen(0, 102, "engine", 0, parent=100))
+    story.add_event(other, 0, events.ProcessSeen(0, 104, "worker", 0, parent=99))
     record_request(story)
     story.paused(12, 15, cause="compile", process=worker)
     story.paused(16, 18, cause="compile", process=other)

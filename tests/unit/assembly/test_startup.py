@@ -12,13 +12,13 @@ from otel_infer.assembly.assembler import GRACE_NS, Assembler
 from otel_infer.ringbuffer import events, layout
 from otel_infer.sidecar.recording import file
 from tests.support.starts import BEGUN, Starting, server
-from tests.support.story import LATER, PROCESS, drawn, ms, ns, text
+from tests.support.story import AFTER_ALL_EVENTS, PROCESS, ms, ns, render_spans, text
 
 
 def test_start_is_one_trace_with_nested_phases() -> None:
     story = server()
     spans = story.start_spans()
-    assert drawn(spans) == text("""
+    assert render_spans(spans) == text("""
         server start 0–9000
           imports 0–3000 · event infer.imported 900, event infer.imported 2000, event infer.imported 3000
           weights 3500–7000
@@ -52,7 +52,7 @@ def test_compilation_in_a_working_worker_is_a_pause() -> None:
     story = Starting(role="worker")
     story.imported(2000, "torch")
     story.paused(2100, 2900, "compile")
-    story.tell(PROCESS, 0, events.StepExecuted(ns(3100), ns(3000), "toy", 4242, 0, 1, 0))
+    story.add_event(PROCESS, 0, events.StepExecuted(ns(3100), ns(3000), "toy", 4242, 0, 1, 0))
     story.paused(3200, 3900, "compile")
     assembler = Assembler()
     assembler.feed_events(story.in_order())
@@ -91,7 +91,7 @@ def test_child_start_is_part_of_server_start() -> None:
     story = Starting(role="engine", parent=b"a server")
     story.imported(2000, "torch")
     story.loaded(3500, 7000)
-    story.tell(PROCESS, 0, events.PhaseEnded(ns(8000), ns(7000), events.WARMUP, "vllm", "toy", ""))
+    story.add_event(PROCESS, 0, events.PhaseEnded(ns(8000), ns(7000), events.WARMUP, "vllm", "toy", ""))
     story.ready(9000, 9000, events.BY_ENGINE)
     story.died(20_000)
     root, *phases = story.start_spans()
@@ -162,13 +162,13 @@ def test_imports_during_another_phase_belong_to_it() -> None:
     story.loaded(300, 900)
     story.imported(500, "torch._dynamo")
     story.ready(950, 1000)
-    assert "imports 0–100 · event infer.imported 100" in drawn(story.start_spans())
+    assert "imports 0–100 · event infer.imported 100" in render_spans(story.start_spans())
 
 
 def test_unseen_phase_is_absent() -> None:
     story = Starting()
     story.ready(10, 10)
-    assert drawn(story.start_spans()) == "server start 0–10"
+    assert render_spans(story.start_spans()) == "server start 0–10"
 
 
 def test_longest_phases_are_exported_and_others_counted() -> None:
@@ -187,7 +187,7 @@ def test_longest_phases_are_exported_and_others_counted() -> None:
 def test_failed_lifespan_is_a_failed_start() -> None:
     story = Starting()
     story.ready(100, 300, error="OSError")
-    assert drawn(story.start_spans()) == text("""
+    assert render_spans(story.start_spans()) == text("""
         server start 0–300 · OSError, died in ready, ERROR
           ready 100–300 · OSError, ERROR
     """)
@@ -198,7 +198,7 @@ def test_death_while_loading_names_the_phase() -> None:
     story.imported(100, "torch")
     story.begins(200, events.WEIGHTS)
     story.died(900)
-    assert drawn(story.start_spans()) == text("""
+    assert render_spans(story.start_spans()) == text("""
         server start 0–900 · process_died, died in weights, ERROR
           imports 0–100 · event infer.imported 100
     """)
@@ -253,7 +253,7 @@ def test_start_waits_for_late_events() -> None:
     assembler.feed_events(server().in_order())
     assert assembler.drain_starts(ns(9000) + GRACE_NS - 1) == []
     assert len(assembler.drain_starts(ns(9000) + GRACE_NS)) == 1
-    assert assembler.drain_starts(LATER) == []
+    assert assembler.drain_starts(AFTER_ALL_EVENTS) == []
 
 
 def test_start_of_an_earlier_reader_is_only_linked() -> None:
@@ -269,12 +269,12 @@ def test_recording_replays_to_the_same_start(tmp_path: Path) -> None:
     story = server()
     story.died(20_000)
     writer = file.RecordingWriter(tmp_path / "tape")
-    writer.write(story.in_order(), LATER)
+    writer.write(story.in_order(), AFTER_ALL_EVENTS)
     writer.close()
     assembler = Assembler()
     for batch in file.read_batches(tmp_path / "tape"):
         assembler.feed_events(batch.recorded_events)
-    assert assembler.drain_starts(LATER) == story.starts()
+    assert assembler.drain_starts(AFTER_ALL_EVENTS) == story.starts()
 
 
 def test_frequent_startup_events_fit_a_cell() -> None:

@@ -19,7 +19,7 @@ from otel_infer.ringbuffer import events
 from otel_infer.sidecar.recording import file
 from tests.support.otlp_receiver import OtlpReceiver, status
 from tests.support.starts import server
-from tests.support.story import Story, drawn, ids, text
+from tests.support.story import Story, ids, render_spans, text
 
 
 def served(requests: int = 1) -> Story:
@@ -105,7 +105,7 @@ def test_process_start_is_printed_before_the_first_request(
     path = recorded(story, tmp_path / "a.tape")
     assert main(["replay", str(path)]) == 0
     start, request = capsys.readouterr().out.splitlines()
-    assert "server start  ready by lifespan  9000 ms  [imports" in start
+    assert "server start" in start and "9000 ms" in start
     assert "chat toy" in request
     assert main(["replay", "--json", str(path)]) == 0
     (line,) = capsys.readouterr().out.splitlines()
@@ -186,9 +186,8 @@ def test_exported_spans_equal_the_recorded_spans(
 ) -> None:
     assert main(["replay", "--send", str(path)]) == 0
     assert capsys.readouterr().out == "1 requests, 13 spans accepted, 0 refused\n"
-    expected = {span["span_id"]: span["name"] for span in served().spans()}
-    assert {span["span_id"]: span["name"] for span in receiver.spans} == expected
-    assert drawn(receiver.spans) == text("""
+    assert {span["span_id"] for span in receiver.spans} == {span["span_id"] for span in served().spans()}
+    assert render_spans(receiver.spans) == text("""
         POST /v1/chat/completions 0–60
           chat toy 0–60 · 5 → 4
             ingress 0–2

@@ -17,7 +17,7 @@ from otel_infer.export.provider import ProviderSpans, TracerProviderExporter
 from otel_infer.export.sampling.tail_sampler import Decision, TailSampler
 from otel_infer.ringbuffer import events
 from tests.support.starts import server
-from tests.support.story import MS, WALL, Story, Who, drawn, exported, ids, ns
+from tests.support.story import MS, WALL, RequestHandle, Story, exported, ids, ns, render_spans
 
 
 class Provider:
@@ -91,7 +91,7 @@ def comparable(spans: list[dict[str, Any]]) -> list[Any]:
     return sorted(rows, key=repr)
 
 
-def chat(story: Story, name: str = "a", http: bool = True, flags: int = events.SAMPLED) -> Who:
+def chat(story: Story, name: str = "a", http: bool = True, flags: int = events.SAMPLED) -> RequestHandle:
     member = story.arrives(0, name, http=http, flags=flags)
     story.stage("tokenize", 2, 4, member, items=3)
     story.submitted(4, member, input_tokens=100, max_tokens=9)
@@ -106,11 +106,11 @@ def chat(story: Story, name: str = "a", http: bool = True, flags: int = events.S
 def stories() -> Iterator[Any]:
     story = Story()
     a = chat(story)
-    story.state(a, events.AttributeSet(ns(1), "tenant", "blue"))
-    story.state(a, events.AttributeSet(ns(1), "labels", ["x", "y"]))
-    story.state(a, events.SpanEventAdded(ns(6), "cache.miss", {"key": 7}))
-    story.state(a, events.SpanLinked(ns(6), *ids("other")))
-    story.state(a, events.LinkDescribed(ns(6), ids("other")[1].hex(), {"kind": "retry"}))
+    story.add_request_event(a, events.AttributeSet(ns(1), "tenant", "blue"))
+    story.add_request_event(a, events.AttributeSet(ns(1), "labels", ["x", "y"]))
+    story.add_request_event(a, events.SpanEventAdded(ns(6), "cache.miss", {"key": 7}))
+    story.add_request_event(a, events.SpanLinked(ns(6), *ids("other")))
+    story.add_request_event(a, events.LinkDescribed(ns(6), ids("other")[1].hex(), {"kind": "retry"}))
     story.finished(45, a, tokens=4)
     story.ends(50, a, chunks=4, send_wait=1, detokenize=2)
     yield pytest.param(story, id="streamed")
@@ -134,7 +134,7 @@ def stories() -> Iterator[Any]:
     yield pytest.param(story, id="failed")
 
     story = Story()
-    story.state(a := chat(story), events.NameUpdated(ns(3), "answer"))
+    story.add_request_event(a := chat(story), events.NameUpdated(ns(3), "answer"))
     story.aborts(70, a, "timeout")
     yield pytest.param(story, id="timeout")
 
@@ -150,7 +150,7 @@ def test_provider_spans_equal_the_otlp_spans(story: Story) -> None:
     provider = Provider()
     provider.export(story.records())
     assert comparable(provider.spans()) == comparable(exported(story.records(), latency=True))
-    assert drawn(provider.spans()) == drawn(exported(story.records(), latency=True))
+    assert render_spans(provider.spans()) == render_spans(exported(story.records(), latency=True))
 
 
 def test_interferer_link_has_delay_and_class() -> None:
@@ -211,7 +211,7 @@ def test_http_request_without_stages_ends_both_spans() -> None:
     """The live span cannot be withdrawn, because it may already be the parent of another span."""
     story = Story()
     a = story.arrives(0, operation="")
-    story.state(a, events.AttributeSet(ns(1), "tenant", "blue"))
+    story.add_request_event(a, events.AttributeSet(ns(1), "tenant", "blue"))
     story.ends(3, a)
     provider = Provider()
     provider.export(story.records())
@@ -246,7 +246,7 @@ def test_first_request_links_to_the_provider_start_ids() -> None:
     provider = Provider()
     for record in story.starts():
         provider.span_exporter.export_start(record)
-    assert drawn(provider.spans()) == drawn(story.start_spans())
+    assert render_spans(provider.spans()) == render_spans(story.start_spans())
     root = next(span for span in provider.exporter.get_finished_spans() if span.name == "server start")
     provider.export(story.records())
     request = next(span for span in provider.exporter.get_finished_spans() if span.name == "chat toy")

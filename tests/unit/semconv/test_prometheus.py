@@ -9,14 +9,16 @@ from prometheus_client.core import Metric as Family
 from otel_infer import semconv
 from otel_infer.export.metrics.aggregator import MetricsAggregator
 from otel_infer.semconv import prometheus
-from tests.support.everything import said
+from tests.support.everything import fill_every_metric
 
 
 @pytest.fixture(scope="module")
 def translated() -> dict[str, Family]:
     """Returns the translated metric families by their description."""
     collector = _CustomCollector(disable_target_info=True)
-    collector.add_metrics_data(said(MetricsAggregator(resource={}, started_at_unix_ns=0)).collect(1))
+    collector.add_metrics_data(
+        fill_every_metric(MetricsAggregator(resource={}, started_at_unix_ns=0)).collect(1)
+    )
     return {family.documentation: family for family in collector.collect()}
 
 

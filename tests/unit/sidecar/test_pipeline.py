@@ -21,7 +21,15 @@ from otel_infer.sidecar import pipeline as pipeline_module
 from otel_infer.sidecar.pipeline import Pipeline
 from otel_infer.sidecar.recording import file
 from tests.support.starts import server
-from tests.support.story import BASE, COUNTED, LATER, MS, Story, Uncollected, ids
+from tests.support.story import (
+    AFTER_ALL_EVENTS,
+    BASE,
+    CLOSED_METRICS_OUTLET,
+    MS,
+    ClosedMetricsOutlet,
+    Story,
+    ids,
+)
 
 
 class SpanCollector:
@@ -48,7 +56,7 @@ def make_fed_pipeline(exporter: SpanCollector) -> Pipeline:
     story = Story()
     for name in "abc":
         story.ends(10, story.arrives(0, name))
-    pipeline = Pipeline(Config(), MergedReader(), [exporter], None, {}, COUNTED, 0)
+    pipeline = Pipeline(Config(), MergedReader(), [exporter], None, {}, CLOSED_METRICS_OUTLET, 0)
     pipeline.assembler.feed_events(story.in_order())
     return pipeline
 
@@ -71,7 +79,7 @@ def test_a_failing_request_does_not_affect_the_others(where: str, monkeypatch: p
         monkeypatch.setattr(pipeline.sampler, "make_decision", failing(pipeline.sampler.make_decision))
     if where == "metrics":
         monkeypatch.setattr(pipeline.metrics, "add_request", failing(pipeline.metrics.add_request))
-    pipeline.export_requests(LATER)
+    pipeline.export_requests(AFTER_ALL_EVENTS)
     assert {ids("a")[1], ids("c")[1]} <= set(exporter.spans)
     assert (pipeline.requests, pipeline.count_losses()["requests_not_converted"]) == (3, 1)
 
@@ -110,9 +118,9 @@ def test_exemplars_refer_only_to_exported_spans(sender: Any, spans_by_metric: di
         story.ends(until, story.arrives(9_500, name, flags=flags))
     exporter = SpanCollector()
     settings = Config(keep_unsampled=True, gpu_metrics=False)
-    pipeline = Pipeline(settings, MergedReader(), [exporter], sender, {}, COUNTED, 0)
+    pipeline = Pipeline(settings, MergedReader(), [exporter], sender, {}, CLOSED_METRICS_OUTLET, 0)
     pipeline.assembler.feed_events(story.in_order())
-    pipeline.export_requests(LATER, final=True)
+    pipeline.export_requests(AFTER_ALL_EVENTS, final=True)
     exported = pipeline._snapshot_metrics().resource_metrics[0].scope_metrics[0].metrics
     exemplars = {
         metric.name: {exemplar.span_id for point in metric.data.data_points for exemplar in point.exemplars}
@@ -123,14 +131,14 @@ def test_exemplars_refer_only_to_exported_spans(sender: Any, spans_by_metric: di
     assert (ids("b")[1] in exporter.spans) == (sender is not None)
 
 
-@pytest.mark.parametrize("metrics_sender", [None, COUNTED], ids=["no sender", "sender"])
+@pytest.mark.parametrize("metrics_sender", [None, CLOSED_METRICS_OUTLET], ids=["no sender", "sender"])
 def test_metrics_are_counted_only_with_a_metrics_sender(metrics_sender: Any) -> None:
     story, exporter = server(), SpanCollector()
     story.ends(12_000, story.arrives(9_500, "a"))
     story.paused(9_900, 10_000)
     pipeline = Pipeline(Config(), MergedReader(), [exporter], None, {}, metrics_sender, 0)
     pipeline.assembler.feed_events(story.in_order())
-    pipeline.export_requests(LATER, final=True)
+    pipeline.export_requests(AFTER_ALL_EVENTS, final=True)
     exported = {
         metric.name for metric in pipeline.metrics.collect(0).resource_metrics[0].scope_metrics[0].metrics
     }
@@ -149,7 +157,7 @@ def test_failed_delta_exports_count_as_losses(temporality: str, lost: int | None
     assert pipeline.count_losses().get("metrics_refused") == lost
 
 
-class ServiceNameCollector(Uncollected):
+class ServiceNameCollector(ClosedMetricsOutlet):
     """A metrics sender that is always free and collects the service names."""
 
     def __init__(self) -> None:
@@ -276,8 +284,8 @@ def test_metrics_wait_until_the_service_name_is_known() -> None:
     story.step(10, 20, [a], {a: 4})
     story.ends(30, a)
     pipeline.assembler.feed_events(story.in_order())
-    pipeline.export_requests(LATER)
-    pipeline.run_cycle(LATER)
+    pipeline.export_requests(AFTER_ALL_EVENTS)
+    pipeline.run_cycle(AFTER_ALL_EVENTS)
     assert sender.names == ["toy"]
 
 
@@ -295,11 +303,11 @@ def test_only_a_model_served_by_torch_is_named(provider: str, model: str) -> Non
     story = Story()
     a = story.arrives(0, "a")
     for key, value in (("gen_ai.provider.name", provider), ("gen_ai.request.model", "bert")):
-        story.state(a, events.AttributeSet(BASE, key, value))
+        story.add_request_event(a, events.AttributeSet(BASE, key, value))
     story.ends(30, a)
-    pipeline = Pipeline(Config(), MergedReader(), [], None, {}, COUNTED, 0)
+    pipeline = Pipeline(Config(), MergedReader(), [], None, {}, CLOSED_METRICS_OUTLET, 0)
     pipeline.assembler.feed_events(story.in_order())
-    pipeline.export_requests(LATER)
+    pipeline.export_requests(AFTER_ALL_EVENTS)
     exported = pipeline._snapshot_metrics().resource_metrics[0].scope_metrics[0].metrics
     (durations,) = [metric for metric in exported if metric.name == "gen_ai.server.request.duration"]
     assert [point.attributes["gen_ai.request.model"] for point in durations.data.data_points] == [model]
@@ -343,7 +351,7 @@ def test_a_request_lists_throttle_reasons_during_its_time() -> None:
     pipeline.assembler.feed_events(
         sorted([*story.in_order(), *throttled], key=lambda recorded: recorded.event.at)
     )
-    pipeline.export_requests(LATER, final=True)
+    pipeline.export_requests(AFTER_ALL_EVENTS, final=True)
     assert [record.gpu_throttled for record in records] == ["", "hw_thermal,power_cap", ""]
 
 

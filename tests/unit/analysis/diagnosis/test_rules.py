@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 import re
+from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from otel_infer.analysis.diagnosis.rules import diagnose
-from otel_infer.analysis.diagnosis.symptoms import SYMPTOMS
+from otel_infer.analysis.diagnosis.symptoms import SYMPTOMS, Finding
 from otel_infer.assembly.engine.step_rows import NO_STEPS
 from otel_infer.assembly.records.request import Interferer, LatencyBreakdown, RequestRecord, Stage
 from otel_infer.ringbuffer import events
@@ -19,6 +21,7 @@ from tests.support.story import Story, ids
 from tests.unit.analysis.attribution.test_attribution import attributed_records, warmed_up
 
 Draw = random.Random
+Load = Callable[[Draw], tuple[Served, list[Asked]]]
 
 
 def steady(draw: Draw, count: int = 60, every: float = 60.0, **more: float) -> list[Asked]:
@@ -104,7 +107,7 @@ def batching(draw: Draw) -> tuple[Served, list[Asked]]:
     )
 
 
-ROWS: dict[str, Callable[[Draw], tuple[Served, list[Asked]]]] = {
+ROWS: dict[str, Load] = {
     "pre_engine": before_the_engine,
     "queueing": queueing,
     "prefill": prefill,
@@ -113,6 +116,28 @@ ROWS: dict[str, Callable[[Draw], tuple[Served, list[Asked]]]] = {
     "head_of_line_blocking": big_and_small,
     "batching": batching,
 }
+
+
+def healthy_records() -> list[RequestRecord]:
+    served, requests = healthy(random.Random(3))
+    return served.records(requests)
+
+
+def add_time(record: RequestRecord, streaming: bool = False, **causes: int) -> None:
+    """Adds ns to causes of the latency breakdown, also to those while streaming. The record's duration stays."""
+    assert record.breakdown is not None
+    total, streamed = Counter(record.breakdown.causes), Counter(record.breakdown.streaming)
+    total.update(causes)
+    streamed.update(causes if streaming else {})
+    record.breakdown = record.breakdown._replace(causes=dict(total), streaming=dict(streamed))
+
+
+def first_finding(records: list[RequestRecord]) -> Finding:
+    return diagnose(records).findings[0]
+
+
+def symptoms(records: list[RequestRecord], **more: Any) -> list[str]:
+    return [finding.symptom for finding in diagnose(records, **more).findings]
 
 
 def test_each_symptom_has_a_load() -> None:
@@ -130,7 +155,7 @@ def test_symptom_is_recognized_from_the_records(row: str) -> None:
 
 @pytest.mark.parametrize("load", [healthy, uniformly_slow])
 def test_healthy_or_uniformly_slow_server_has_no_symptom(
-    load: Callable[[Draw], tuple[Served, list[Asked]]],
+    load: Load,
 ) -> None:
     for seed in range(10):
         served, requests = load(random.Random(f"fine {seed}"))
@@ -144,57 +169,65 @@ def test_few_requests_are_insufficient_evidence() -> None:
     assert diagnosis.verdict == "insufficient" and "at least 12" in diagnosis.note
 
 
-def test_evidence_names_the_cause_and_the_interferer() -> None:
-    served, requests = healthy(random.Random(3))
-    served.prompt_token = 0.1
-    requests[20].prompt = requests[40].prompt = 4000
-    finding, *_ = diagnose(served.records(requests)).findings
-    assert (finding.symptom, finding.cause) == ("stutter", "interference")
-    assert re.search("trace 0{6}[0-9a-f]{26} and", finding.evidence[-1])
-
-
 def test_evidence_names_the_longest_interferer_first() -> None:
     served, requests = healthy(random.Random(3))
     served.prompt_token = 0.1
     requests[20].prompt = requests[40].prompt = 4000
     records = served.records(requests)
+    finding = first_finding(records)
+    assert (finding.symptom, finding.cause) == ("stutter", "interference")
+    assert re.search("trace 0{6}[0-9a-f]{26} and", finding.evidence[-1]), "both"
     heavy, light = Interferer(b"\xff" * 16, b"h" * 8, 10**10), Interferer(b"\x01" * 16, b"l" * 8, 10**6)
     named = [record for record in records if record.breakdown and record.breakdown.stalled_by]
     for number, record in enumerate(named):
         assert record.breakdown is not None
         record.breakdown = record.breakdown._replace(stalled_by=light if number % 2 else heavy)
-    finding, *_ = diagnose(records).findings
-    assert f"trace {'ff' * 16} " in finding.evidence[-1]
+    assert f"trace {'ff' * 16} " in first_finding(records).evidence[-1]
 
 
-def test_application_after_first_token_is_not_pre_engine() -> None:
-    served, requests = healthy(random.Random(3))
-    records = served.records(requests)
-    for record in records:
-        assert record.breakdown is not None
-        stored = Stage("store", record.ended_at, record.ended_at + 400_000_000, {})
-        record.stages.append(stored)
-        record.ended_at = stored.ended_at
-        causes = {**record.breakdown.causes, "application": 400_000_000}
-        record.breakdown = record.breakdown._replace(causes=causes)
-    assert "pre_engine" not in [finding.symptom for finding in diagnose(records).findings]
-
-
-def test_advice_follows_from_the_cause_of_interruptions() -> None:
-    served, requests = healthy(random.Random(3))
+def collected(draw: Draw) -> tuple[Served, list[Asked]]:
+    served, requests = healthy(draw)
     served.pauses = [(at * 300.0, 200.0) for at in range(10)]
-    finding, *_ = diagnose(served.records(requests)).findings
-    assert finding.cause == "gc" and "gc.freeze()" in finding.change
+    return served, requests
 
 
-def test_blocked_loop_is_stutter_without_slow_steps() -> None:
-    served, requests = healthy(random.Random(3))
-    served.frozen = [(at * 300.0, 250.0) for at in range(10)]
+def blocked_loop(draw: Draw) -> tuple[Served, list[Asked]]:
+    served, requests = healthy(draw)
+    served.blocked_loop = [(at * 300.0, 250.0) for at in range(10)]
+    return served, requests
+
+
+def blocked_before_the_engine(draw: Draw) -> tuple[Served, list[Asked]]:
+    served, requests = Served(), steady(draw, every=5000)
+    for request in requests[10:16]:
+        request.before_ms = 305.0
+        served.blocked_loop.append((request.at + 2, 300.0))
+    return served, requests
+
+
+def cold_start(draw: Draw) -> tuple[Served, list[Asked]]:
+    return Served(cold_ms=3000.0), steady(draw, every=5000)
+
+
+@pytest.mark.parametrize(
+    ("load", "symptom", "cause", "change"),
+    [
+        (collected, "stutter", "gc", "gc.freeze()"),
+        (blocked_loop, "stutter", "event_loop", "asyncio.to_thread"),
+        (blocked_before_the_engine, "pre_engine", "event_loop", "asyncio.to_thread"),
+        (cold_start, "prefill", "warmup", "batch"),
+    ],
+)
+def test_cause_of_a_symptom_determines_the_change(load: Load, symptom: str, cause: str, change: str) -> None:
+    served, requests = load(random.Random(3))
+    finding = first_finding(served.records(requests))
+    assert (finding.symptom, finding.cause) == (symptom, cause)
+    assert change in finding.change
+
+
+def test_blocked_loop_makes_no_step_slow() -> None:
+    served, requests = blocked_loop(random.Random(3))
     records = served.records(requests)
-    finding, *_ = diagnose(records).findings
-    assert (finding.symptom, finding.cause) == ("stutter", "event_loop")
-    assert "asyncio.to_thread" in finding.change
-    assert "event loop" in finding.evidence[0]
     assert not any("event_loop" in record.breakdown.causes for record in records if record.breakdown)
 
 
@@ -202,26 +235,8 @@ def test_loop_delay_caused_by_gc_is_dropped() -> None:
     served, requests = healthy(random.Random(3))
     served.pauses = [(at * 300.0, 200.0) for at in range(10)]
     paused = {pause for record in served.records(requests) for pause in record.pauses}
-    served.frozen = [(p.started_at / 1e6 + 1, (p.ended_at - p.started_at) / 1e6 - 1) for p in paused]
+    served.blocked_loop = [(p.started_at / 1e6 + 1, (p.ended_at - p.started_at) / 1e6 - 1) for p in paused]
     assert [finding.cause for finding in diagnose(served.records(requests)).findings] == ["gc"]
-
-
-def test_loop_delay_before_the_engine_is_pre_engine() -> None:
-    served, requests = Served(), steady(random.Random(3), every=5000)
-    for request in requests[10:16]:
-        request.before_ms = 305.0
-    served.frozen = [(request.at + 2, 300.0) for request in requests[10:16]]
-    finding, *_ = diagnose(served.records(requests)).findings
-    assert (finding.symptom, finding.cause) == ("pre_engine", "event_loop")
-    assert "asyncio.to_thread" in finding.change
-
-
-def test_cold_start_is_prefill_with_cause_warmup() -> None:
-    served, requests = Served(), steady(random.Random(3), every=5000)
-    served.cold_ms = 3000.0
-    finding, *_ = diagnose(served.records(requests)).findings
-    assert (finding.symptom, finding.cause) == ("prefill", "warmup")
-    assert "a batch and a prompt of each size" in finding.change
 
 
 # ── similar symptoms ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -253,68 +268,79 @@ def test_requests_before_the_recording_make_no_peak() -> None:
     assert diagnose(records, began).verdict == "queueing"
 
 
-def embedded(records: list[RequestRecord], ms: int = 120) -> list[RequestRecord]:
-    """Turns the records into embeddings, each computed with 63 others: a prompt and no token."""
-    for record in records:
-        record.output_tokens, record.first_token_at, record.steps, record.summary = 0, 0, None, NO_STEPS
-        record.ended_at = record.arrived_at + ms * MS
-        own = record.duration_ns // 64
-        record.breakdown = LatencyBreakdown({"prefill": own, "interference": record.duration_ns - own}, None)
-    return records
+def without_steps(record: RequestRecord, first_token_ms: int, **causes_ms: int) -> None:
+    """Makes the record one of a request without steps and token count. `first_token_ms` 0: without a first token."""
+    record.output_tokens, record.steps, record.summary = 0, None, NO_STEPS
+    record.first_token_at = record.arrived_at + first_token_ms * MS if first_token_ms else 0
+    record.ended_at = record.arrived_at + sum(causes_ms.values()) * MS
+    record.breakdown = LatencyBreakdown({cause: ms * MS for cause, ms in causes_ms.items()}, None)
 
 
-@pytest.mark.parametrize("ms", [60, 120])
-def test_embeddings_are_healthy_with_prefill_only(ms: int) -> None:
-    served, requests = healthy(random.Random(3))
-    assert diagnose(embedded(served.records(requests), ms)).verdict == "healthy"
-    chat = served.records(requests[:1])
-    assert diagnose([*embedded(served.records(requests), ms), *chat]).verdict == "healthy"
+def embedding(record: RequestRecord) -> None:
+    without_steps(record, 0, prefill=2, interference=126)  # computed with 63 others
 
 
-def test_expensive_prompts_are_prefill_when_aborted() -> None:
-    served, requests = healthy(random.Random(3))
-    records = embedded(served.records(requests), 30_000)
-    for record in records:
-        record.outcome, record.failed_stage = events.ABORTED, "prefill"
-        record.breakdown = LatencyBreakdown({"prefill": record.duration_ns}, None)
-    assert diagnose(records).verdict == "prefill"
+def slow_client(record: RequestRecord) -> None:
+    sending = 3 * record.duration_ns
+    record.stages = [stage for stage in record.stages if stage.name != "postprocess"]
+    record.stages.append(
+        Stage("postprocess", record.ended_at, record.ended_at + sending, {SEND_WAIT: sending / 1e9})
+    )
+    record.ended_at += sending
+    add_time(record, egress=sending)
 
 
-def test_expensive_prompts_are_prefill_without_token_counts() -> None:
-    served, requests = healthy(random.Random(3))
-    records = served.records(requests)
-    for record in records:
-        record.output_tokens, record.steps, record.summary = 0, None, NO_STEPS
-        record.first_token_at = record.arrived_at + 2_500 * MS
-        record.ended_at = record.first_token_at + 500 * MS
-        record.breakdown = LatencyBreakdown({"prefill": 2_500 * MS, "decode": 500 * MS}, None)
-    assert diagnose(records).verdict == "prefill"
+def stored_at_the_end(record: RequestRecord) -> None:
+    record.stages.append(Stage("store", record.ended_at, record.ended_at + 400 * MS, {}))
+    record.ended_at += 400 * MS
+    add_time(record, application=400 * MS)
 
 
-def test_prompts_after_the_first_token_are_not_prefill() -> None:
+def prompts_while_streaming(record: RequestRecord) -> None:
     """Sixteen prompts in one request: the first is done after 30 ms, the others while tokens stream."""
-    served, requests = healthy(random.Random(3))
-    records = served.records(requests)
+    assert record.breakdown is not None
+    later = record.breakdown.streaming["decode"] * 6 // 10
+    add_time(record, streaming=True, decode=-later, prefill=later)
+
+
+def aborted_prompt(record: RequestRecord) -> None:
+    without_steps(record, 0, prefill=30_000)
+    record.outcome, record.failed_stage = events.ABORTED, "prefill"
+
+
+@pytest.mark.parametrize(
+    ("change", "verdict"),
+    [
+        pytest.param(embedding, "healthy", id="embeddings"),
+        pytest.param(lambda r: without_steps(r, 3, ingress=3, decode=3), "healthy", id="6 ms"),
+        pytest.param(slow_client, "healthy", id="slow clients at the end"),
+        pytest.param(prompts_while_streaming, "healthy", id="prompts after the first token"),
+        pytest.param(stored_at_the_end, "insufficient", id="application after the last token"),
+        pytest.param(aborted_prompt, "prefill", id="aborted prompts"),
+        pytest.param(
+            lambda r: without_steps(r, 2500, prefill=2500, decode=500), "prefill", id="no token count"
+        ),
+    ],
+)
+def test_verdict_on_changed_records(change: Callable[[RequestRecord], None], verdict: str) -> None:
+    records = healthy_records()
     for record in records:
-        assert record.breakdown is not None
-        causes, streaming = dict(record.breakdown.causes), dict(record.breakdown.streaming)
-        later = 0.6 * streaming["decode"]
-        causes["decode"] -= int(later)
-        streaming["decode"] -= int(later)
-        causes["prefill"] = causes.get("prefill", 0) + int(later)
-        streaming["prefill"] = int(later)
-        record.breakdown = record.breakdown._replace(causes=causes, streaming=streaming)
+        change(record)
+    assert diagnose(records).verdict == verdict
+
+
+def test_time_outside_all_symptoms_is_insufficient() -> None:
+    records = healthy_records()
+    for record in records:
+        without_steps(record, 400, host_bubble=600, decode=400)
     diagnosis = diagnose(records)
-    assert "prefill" not in [finding.symptom for finding in diagnosis.findings]
+    assert diagnosis.verdict == "insufficient" and "60%" in diagnosis.note and "host_bubble" in diagnosis.note
 
 
-def test_imperceptible_latency_is_healthy() -> None:
-    served, requests = healthy(random.Random(3))
-    records = served.records(requests)
-    for record in records:
-        record.ended_at = record.arrived_at + 6 * MS
-        record.steps, record.summary = None, NO_STEPS
-        record.breakdown = LatencyBreakdown({"ingress": 3 * MS, "decode": 3 * MS}, None)
+def test_one_chat_among_embeddings_changes_no_verdict() -> None:
+    records = healthy_records()
+    for record in records[1:]:
+        embedding(record)
     assert diagnose(records).verdict == "healthy"
 
 
@@ -326,52 +352,17 @@ def test_host_time_of_some_requests_is_no_finding() -> None:
     for number, record in enumerate(records):
         if number % 3 and number % 10:
             continue
-        assert record.breakdown is not None
-        host = record.summary.gaps_total * 3 // 10
         record.device_idle = ()
-        streaming = {**record.breakdown.streaming, "host_bubble": host}
-        streaming["decode"] -= host
-        record.breakdown = record.breakdown._replace(streaming=streaming)
+        host = record.summary.gaps_total * 3 // 10
+        add_time(record, streaming=True, host_bubble=host, decode=-host)
     assert diagnose(records).findings == []
 
 
-def test_time_outside_all_symptoms_is_insufficient() -> None:
-    served, requests = healthy(random.Random(3))
-    records = served.records(requests)
-    for record in records:
-        host = record.duration_ns * 6 // 10
-        record.breakdown = LatencyBreakdown({"host_bubble": host, "decode": record.duration_ns - host}, None)
-    diagnosis = diagnose(records)
-    assert diagnosis.verdict == "insufficient" and "60%" in diagnosis.note and "host_bubble" in diagnosis.note
-
-
-def test_slow_clients_at_the_end_are_healthy() -> None:
-    served, requests = healthy(random.Random(3))
-    records = served.records(requests)
-    for record in records:
-        sending = 3 * record.duration_ns
-        record.stages = [stage for stage in record.stages if stage.name != "postprocess"]
-        record.stages.append(
-            Stage("postprocess", record.ended_at, record.ended_at + sending, {SEND_WAIT: sending / 1e9})
-        )
-        record.ended_at += sending
-        assert record.breakdown is not None
-        record.breakdown = record.breakdown._replace(causes={**record.breakdown.causes, "egress": sending})
-    assert diagnose(records).verdict == "healthy"
-
-
 def test_delay_before_the_first_token_is_not_stutter() -> None:
-    served, requests = healthy(random.Random(3))
-    records = served.records(requests)
+    records = healthy_records()
     for record in records[::5]:
-        assert record.breakdown is not None and record.first_token_at
-        late = 1_200 * MS
-        record.arrived_at -= late
-        causes = {
-            **record.breakdown.causes,
-            "interference": record.breakdown.causes.get("interference", 0) + late,
-        }
-        record.breakdown = record.breakdown._replace(causes=causes)
+        record.arrived_at -= 1_200 * MS
+        add_time(record, interference=1_200 * MS)
     finding, *others = diagnose(records).findings
     assert (finding.symptom, finding.cause) == ("prefill", "interference")
     assert "long prompts" in finding.change
@@ -379,42 +370,33 @@ def test_delay_before_the_first_token_is_not_stutter() -> None:
 
 
 def test_streams_cancelled_during_an_engine_hang_are_stutter() -> None:
-    served, requests = healthy(random.Random(3))
-    records = served.records(requests)
+    records = healthy_records()
     for record in records[20:30]:
         hung = 20_000 * MS
         record.outcome, record.error_type = events.ABORTED, "client_disconnect"
         record.failed_stage, record.ended_at = "decode", record.last_token_at + hung
-        assert record.breakdown is not None
-        record.breakdown = record.breakdown._replace(
-            causes={**record.breakdown.causes, "unexplained": hung}, streaming={"unexplained": hung}
-        )
-    finding, *_ = diagnose(records).findings
+        add_time(record, streaming=True, unexplained=hung)
+    finding = first_finding(records)
     assert (finding.symptom, finding.cause) == ("stutter", "unexplained")
     assert "20000 ms" in finding.evidence[0]
 
 
 def test_queued_aborted_requests_are_not_evidence_for_batching() -> None:
     """Four slots are held by streams that have not ended and therefore have no record."""
-    served, requests = healthy(random.Random(3))
-    records = served.records(requests)
+    records = healthy_records()
     for record in records[-20:]:
         record.stages = [Stage("queue", record.arrived_at, record.arrived_at + 20_000 * MS, {})]
-        record.ended_at, record.outcome, record.failed_stage = (
-            record.stages[0].ended_at,
-            events.ABORTED,
-            "queue",
-        )
+        record.ended_at, record.outcome = record.stages[0].ended_at, events.ABORTED
+        record.failed_stage = "queue"
         record.first_token_at, record.steps, record.summary = 0, None, NO_STEPS
         record.breakdown = LatencyBreakdown({"scheduler_queue": record.duration_ns}, None)
-    finding, *_ = diagnose(records).findings
+    finding = first_finding(records)
     assert finding.cause == "scheduler_queue"
     assert finding.symptom != "batching"
 
 
 def test_failed_requests_count_as_running() -> None:
-    served, requests = healthy(random.Random(3))
-    records = served.records(requests)
+    records = healthy_records()
     heavy, crowd = records[-1], records[:12]
     begin = max(record.ended_at for record in records)
     until = begin + 5_000 * MS
@@ -428,7 +410,7 @@ def test_failed_requests_count_as_running() -> None:
     assert diagnose(records).verdict == "batching"
     heavy.outcome, heavy.error_type = events.ERROR, "timeout"
     heavy.stages = [Stage("decode", begin, until, {})]
-    assert "batching" not in [finding.symptom for finding in diagnose(records).findings]
+    assert "batching" not in symptoms(records)
 
 
 def test_few_long_streams_do_not_explain_queueing() -> None:
@@ -437,7 +419,7 @@ def test_few_long_streams_do_not_explain_queueing() -> None:
     requests = [Asked(at * 21.0, 32, draw.randint(28, 36)) for at in range(1000)]
     for request in requests[::33]:
         request.tokens = 240
-    finding, *_ = diagnose(served.records(requests)).findings
+    finding = first_finding(served.records(requests))
     assert finding.symptom == "queueing"
 
 
@@ -447,9 +429,9 @@ def test_unfinished_requests_count_as_running() -> None:
     heavy, *light = served.records([Asked(0, 32, 400), *(Asked(10, 16, 4) for _ in range(14))])
     light = [record for record in [heavy, *light] if record.output_tokens < 100]
     began = min(stage.started_at for stage in heavy.stages if stage.name == "prefill")
-    assert diagnose(light).findings[0].symptom == "batching", "no other request is known to have run"
-    assert [finding.symptom for finding in diagnose(light, unfinished=[began]).findings] != []
-    assert "batching" not in [finding.symptom for finding in diagnose(light, unfinished=[began]).findings]
+    assert symptoms(light)[0] == "batching", "no other request is known to have run"
+    found = symptoms(light, unfinished=[began])
+    assert found and "batching" not in found
 
 
 def test_stall_names_the_interferer_during_streaming() -> None:

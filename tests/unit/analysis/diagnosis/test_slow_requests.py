@@ -14,12 +14,12 @@ from otel_infer.analysis.diagnosis.slow_requests import (
     time_in,
 )
 from otel_infer.assembly.records.request import RequestRecord
-from tests.support.story import Story, Who
+from tests.support.story import RequestHandle, Story
 
 MS = 1_000_000
 
 
-def generated(story: Story, submitted: int, first: int, last: int, gap: int) -> Who:
+def generated(story: Story, submitted: int, first: int, last: int, gap: int) -> RequestHandle:
     """A request that reaches the engine at `submitted`, has its first token at `first`, its last at `last`, and a token in each `gap` (ms)."""
     a = story.arrives(0)
     story.submitted(submitted, a)

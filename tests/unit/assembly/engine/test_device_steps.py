@@ -302,7 +302,7 @@ def test_device_share_sums_all_steps_and_ranks() -> None:
     story.timed(steps[2], 30, 34)
     assert story.record(a).device_share == 8 * MS + 4 * 4 * MS  # one of four decode steps was timed
     second_rank = events.StepTimed(ns(35), ns(30), "toy", 4242, 1, steps[2], 0, 0, 0, events.UNKNOWN_NS, 0)
-    story.tell(1, 0, second_rank)
+    story.add_event(1, 0, second_rank)
     assert story.record(a).device_share == 2 * (8 * MS + 4 * 4 * MS)
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from otel_infer.assembly.assembler import Assembler
 from otel_infer.assembly.engine.step_log import EngineStepLog
 from otel_infer.ringbuffer import events, layout
-from tests.support.simulator import Simulator, Tick, by_number, ticks, told
+from tests.support.simulator import Simulator, Tick, records_by_number, ticks, tokens_by_step
 from tests.support.story import ENGINE, Story
 
 DEPTHS = st.integers(1, 2)
@@ -25,11 +25,11 @@ def test_each_request_has_exactly_its_steps_and_tokens(program: list[Tick], dept
     with Simulator(depth) as simulator:
         simulator.run(program)
     assert {
-        number: told(record) for number, record in by_number(simulator.records).items()
+        number: tokens_by_step(record) for number, record in records_by_number(simulator.records).items()
     } == expected_ledgers(simulator)
     assert len(simulator.records) == len(simulator.requests)
     for request in simulator.requests:
-        record = by_number(simulator.records)[request.number]
+        record = records_by_number(simulator.records)[request.number]
         assert not record.telemetry_lost
         assert record.output_tokens == sum(request.ledger.values())
         assert record.preemptions == request.preemptions
@@ -41,7 +41,7 @@ def test_prompts_chunks_and_first_token_match_the_engine(program: list[Tick], de
     with Simulator(depth) as simulator:
         simulator.run(program)
     for request in simulator.requests:
-        record = by_number(simulator.records)[request.number]
+        record = records_by_number(simulator.records)[request.number]
         rows = record.steps
         assert record.discarded == request.discarded
         if rows is None:
@@ -57,7 +57,7 @@ def test_prompts_chunks_and_first_token_match_the_engine(program: list[Tick], de
 
 
 @settings(max_examples=150, deadline=None)
-@given(ticks(most=80), DEPTHS, st.lists(st.tuples(st.integers(0, 79), st.integers(1, 30)), max_size=3))
+@given(ticks(max_ticks=80), DEPTHS, st.lists(st.tuples(st.integers(0, 79), st.integers(1, 30)), max_size=3))
 def test_lost_steps_leave_correct_or_missing_data(
     program: list[Tick], depth: int, stalls: list[tuple[int, int]]
 ) -> None:
@@ -68,10 +68,10 @@ def test_lost_steps_leave_correct_or_missing_data(
         simulator.run(program)
     assert len(simulator.records) == len(simulator.requests)
     for request in simulator.requests:
-        record = by_number(simulator.records)[request.number]
-        assert told(record).items() <= request.ledger.items()
+        record = records_by_number(simulator.records)[request.number]
+        assert tokens_by_step(record).items() <= request.ledger.items()
         if not record.telemetry_lost:
-            assert told(record) == request.ledger
+            assert tokens_by_step(record) == request.ledger
         instants = {stage.name: (stage.started_at, stage.ended_at) for stage in record.stages}
         first, last = min(request.done_at.values(), default=0), max(request.done_at.values(), default=0)
         if record.outcome == events.OK:

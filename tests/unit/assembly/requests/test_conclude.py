@@ -9,10 +9,10 @@ import pytest
 from otel_infer import semconv
 from otel_infer.export.sampling.tail_sampler import TailSampler
 from otel_infer.ringbuffer import events
-from tests.support.story import BASE, MS, PROCESS, WALL, Story, Who, ids, ms, ns, text
+from tests.support.story import BASE, MS, PROCESS, WALL, RequestHandle, Story, ids, ms, ns, text
 
 
-def streamed(story: Story, at: float = 0, name: str = "a", **more: Any) -> Who:
+def streamed(story: Story, at: float = 0, name: str = "a", **more: Any) -> RequestHandle:
     """Submits a request to the engine 4 ms after its arrival."""
     member = story.arrives(at, name, **more)
     story.stage("tokenize", at + 2, at + 4, member)
@@ -105,8 +105,8 @@ def test_engine_without_steps_gets_stages_from_timestamps() -> None:
     story = Story()
     a = story.arrives(0)
     story.submitted(4, a, input_tokens=5)
-    story.state(a, events.RequestScheduled(ns(10)))
-    story.state(a, events.TokenReached(ns(30)))
+    story.add_request_event(a, events.RequestScheduled(ns(10)))
+    story.add_request_event(a, events.TokenReached(ns(30)))
     story.finished(50, a, "length", tokens=4)
     story.ends(60, a, chunks=4)
     assert story.tree() == text("""
@@ -134,7 +134,7 @@ def test_reported_decode_stage_is_not_derived_again() -> None:
     story = Story()
     a = story.arrives(0, http=False)
     story.submitted(1, a, input_tokens=5)
-    story.state(a, events.RequestScheduled(ns(2)))
+    story.add_request_event(a, events.RequestScheduled(ns(2)))
     story.stage("decode", 2, 40, a, items=9)
     story.finished(40, a, tokens=9)
     story.ends(41, a)
@@ -153,7 +153,7 @@ def test_first_token_time_is_nearest_to_the_client() -> None:
         story.step(10, 30, [a])
         story.step(30, 40, [a])
         for event in observed[:count]:
-            story.state(a, event)
+            story.add_request_event(a, event)
         story.ends(50, a, chunks=2)
         record = story.record()
         assert (ms(record.first_token_at), record.ttft_ns) == (expected, expected * MS)
@@ -164,7 +164,7 @@ def test_engine_request_without_operation_is_named_inference() -> None:
     story = Story()
     a = story.arrives(0, operation="")
     story.stage("forward", 2, 8, a)
-    story.state(a, events.ResponseStarted(ns(9)))
+    story.add_request_event(a, events.ResponseStarted(ns(9)))
     story.ends(10, a, chunks=1)
     assert story.tree() == text("""
         POST /health 0–10
@@ -221,9 +221,9 @@ def test_user_data_without_stages_is_on_server_span() -> None:
     """The span keeps the id that was current, because spans of databases and clients refer to it as their parent."""
     story = Story()
     a = story.arrives(0, operation="")
-    story.state(a, events.AttributeSet(ns(1), "tenant", "blue"))
-    story.state(a, events.SpanEventAdded(ns(2), "cache.miss", {"key": 7}))
-    story.state(a, events.SpanLinked(ns(2), *ids("other")))
+    story.add_request_event(a, events.AttributeSet(ns(1), "tenant", "blue"))
+    story.add_request_event(a, events.SpanEventAdded(ns(2), "cache.miss", {"key": 7}))
+    story.add_request_event(a, events.SpanLinked(ns(2), *ids("other")))
     story.ends(3, a)
     (span,) = story.spans()
     assert span["kind"] == 2
@@ -237,11 +237,11 @@ def test_user_data_without_stages_is_on_server_span() -> None:
 def test_user_data_is_on_the_request_span() -> None:
     story = Story()
     a = streamed(story)
-    story.state(a, events.AttributeSet(ns(1), "tenant", "blue"))
-    story.state(a, events.AttributeSet(ns(2), "tenant", "red"))
-    story.state(a, events.AttributeSet(ns(2), "http.request.body.size", 7))
-    story.state(a, events.SpanEventAdded(ns(3), "cache.miss", {"key": 7}))
-    story.state(a, events.SpanLinked(ns(3), *ids("other")))
+    story.add_request_event(a, events.AttributeSet(ns(1), "tenant", "blue"))
+    story.add_request_event(a, events.AttributeSet(ns(2), "tenant", "red"))
+    story.add_request_event(a, events.AttributeSet(ns(2), "http.request.body.size", 7))
+    story.add_request_event(a, events.SpanEventAdded(ns(3), "cache.miss", {"key": 7}))
+    story.add_request_event(a, events.SpanLinked(ns(3), *ids("other")))
     story.step(10, 20, [a])
     story.ends(21, a)
     request, server = story.span("chat toy"), story.span("POST /v1/chat/completions")
@@ -250,10 +250,10 @@ def test_user_data_is_on_the_request_span() -> None:
     assert request["events"] == [{"at": WALL + 3 * MS, "name": "cache.miss", "attributes": {"key": 7}}]
     trace_id, span_id = ids("other")
     assert request["links"] == [{"trace_id": trace_id.hex(), "span_id": span_id.hex(), "attributes": {}}]
-    story.state(a, events.LinkDescribed(ns(3), ids("a third")[1].hex(), {"target": "unknown"}))
-    story.state(a, events.LinkDescribed(ns(3), span_id.hex(), {"kind": "retry"}))
+    story.add_request_event(a, events.LinkDescribed(ns(3), ids("a third")[1].hex(), {"target": "unknown"}))
+    story.add_request_event(a, events.LinkDescribed(ns(3), span_id.hex(), {"kind": "retry"}))
     assert [link["attributes"] for link in story.span("chat toy")["links"]] == [{"kind": "retry"}]
-    story.state(a, events.NameUpdated(ns(4), "answer"))
+    story.add_request_event(a, events.NameUpdated(ns(4), "answer"))
     assert story.span("answer")["kind"] == 1
     assert story.span("POST /v1/chat/completions")["kind"] == 2
 
@@ -261,7 +261,7 @@ def test_user_data_is_on_the_request_span() -> None:
 def test_user_attributes_do_not_overwrite_ours() -> None:
     story = Story()
     a = streamed(story)
-    story.state(a, events.AttributeSet(ns(1), semconv.USAGE_OUTPUT_TOKENS, 99))
+    story.add_request_event(a, events.AttributeSet(ns(1), semconv.USAGE_OUTPUT_TOKENS, 99))
     story.step(10, 20, [a])
     story.ends(21, a)
     assert story.span("chat toy")["attributes"][semconv.USAGE_OUTPUT_TOKENS] == 1
@@ -295,7 +295,7 @@ def test_chunked_prompt_with_one_token_has_steps() -> None:
     story.step(10, 20, [a], prompt={a: 512}, delivered={a: 0})
     story.step(20, 30, [a], prompt={a: 5})
     story.ends(30, a)
-    assert story.tree(keeps=TailSampler("auto", 2000, False, False)) == text("""
+    assert story.tree(sampler=TailSampler("auto", 2000, False, False)) == text("""
         chat toy 0–30 · 0 → 1
           prefill 10–30
             prefill step 10–20 · step 1, 512 tokens, batch 1
@@ -303,7 +303,7 @@ def test_chunked_prompt_with_one_token_has_steps() -> None:
     """)
 
 
-def steps_of(story: Story, member: Who) -> list[tuple[Any, ...]]:
+def steps_of(story: Story, member: RequestHandle) -> list[tuple[Any, ...]]:
     """Returns (step, from, until, tokens, batch size, others' prompt tokens) of every step that delivered tokens."""
     rows = story.record(member).steps
     if rows is None:
@@ -628,11 +628,11 @@ def abort_in_stage(story: Story, stage: str) -> None:
 def test_failed_stage_is_the_current_stage(stage: str, expected: str, error: str) -> None:
     story = Story()
     abort_in_stage(story, stage)
-    story.said = [
+    story.recorded_events = [
         recorded._replace(event=recorded.event._replace(error_type=error))
         if isinstance(recorded.event, events.RequestEnded)
         else recorded
-        for recorded in story.said
+        for recorded in story.recorded_events
     ]
     record = story.record()
     assert (record.failed_stage, record.error_type) == (stage, error)
@@ -644,7 +644,7 @@ def test_tokens_computed_after_the_end_are_excluded() -> None:
     story = Story()
     abort_in_stage(story, "decode")
     record = story.record()
-    assert [row[0] for row in steps_of(story, Who("a", PROCESS, 1))] == [1, 2]
+    assert [row[0] for row in steps_of(story, RequestHandle("a", PROCESS, 1))] == [1, 2]
     assert record.output_tokens == 2
     assert ms(record.last_token_at) == 80
 
@@ -705,7 +705,7 @@ def test_engine_error_with_complete_response_is_an_error() -> None:
 def test_one_aborted_sequence_leaves_the_request_ok(reason: str) -> None:
     story = Story()
     a = story.arrives(0)
-    story.state(a, events.RequestSubmitted(ns(2), 2, 5, 0, "toy"))
+    story.add_request_event(a, events.RequestSubmitted(ns(2), 2, 5, 0, "toy"))
     story.step(10, 20, [a])
     story.finished(15, a, reason)
     story.finished(20, a, "stop", tokens=1)
@@ -765,7 +765,7 @@ def test_process_death_ends_its_requests() -> None:
     a, b = streamed(story), streamed(story, 1, "b")
     other = story.arrives(0, "other", http=False, process=2)
     story.step(10, 20, [a])
-    story.tell(PROCESS, 0, events.ProcessDied(ns(50)))
+    story.add_event(PROCESS, 0, events.ProcessDied(ns(50)))
     story.ends(60, other)
     assert {record.failed_stage: record.error_type for record in story.records()} == {
         "decode": "process_died",
@@ -780,7 +780,7 @@ def test_first_end_counts() -> None:
     a = streamed(story)
     story.ends(20, a)
     story.aborts(30, a)
-    story.tell(PROCESS, 0, events.ProcessDied(ns(40)))
+    story.add_event(PROCESS, 0, events.ProcessDied(ns(40)))
     assert [(record.outcome, ms(record.ended_at)) for record in story.records()] == [(events.OK, 20)]
 
 
@@ -909,7 +909,7 @@ def test_first_token_begins_decode_after_lost_steps() -> None:
     a = streamed(story)
     story.scheduled(10, [a], lost=True)
     story.steps_lost(15)
-    story.state(a, events.TokenReached(ns(21)))
+    story.add_request_event(a, events.TokenReached(ns(21)))
     story.keyframe_next()
     story.step(20, 30, [a])
     story.step(30, 40, [a])
@@ -959,7 +959,7 @@ def test_loss_reported_late_corrects_earlier_steps() -> None:
 def test_lost_events_hide_the_ingress_duration() -> None:
     story = Story()
     a = story.arrives(0)
-    story.tell(PROCESS, 0, events.EventsLost(ns(8), 3, 0))
+    story.add_event(PROCESS, 0, events.EventsLost(ns(8), 3, 0))
     story.submitted(10, a)
     story.step(20, 30, [a])
     story.ends(40, a)
@@ -970,7 +970,7 @@ def test_lost_events_hide_the_ingress_duration() -> None:
 def test_loss_before_an_abort_hides_the_last_stage() -> None:
     story = Story()
     a = streamed(story)
-    story.tell(PROCESS, 0, events.EventsLost(ns(8), 3, 0))
+    story.add_event(PROCESS, 0, events.EventsLost(ns(8), 3, 0))
     story.aborts(50, a)
     record = story.record()
     assert [stage.name for stage in record.stages] == ["ingress", "tokenize"]
@@ -981,7 +981,7 @@ def test_request_recovered_after_a_crash_is_an_inference() -> None:
     story = Story()
     trace_id, span_id = ids("a")
     recovered = events.LiveRecovered(BASE, WALL, trace_id, span_id, ids("caller")[1], events.SAMPLED)
-    story.tell(PROCESS, 7, recovered)
-    story.tell(PROCESS, 0, events.ProcessDied(ns(50)))
+    story.add_event(PROCESS, 7, recovered)
+    story.add_event(PROCESS, 0, events.ProcessDied(ns(50)))
     assert story.tree() == "inference 0–50 · process_died, telemetry lost, ERROR"
     assert story.spans()[0]["parent_span_id"] == ids("caller")[1].hex()

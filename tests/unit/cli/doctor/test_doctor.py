@@ -40,67 +40,65 @@ def states(checks: list[Check]) -> dict[str, str]:
 # ── versions and configuration ───────────────────────────────────────────────────────────────────────────────────
 
 
+def expect(check: Check, state: str, found: str = "", do: str = "") -> None:
+    """Compares a check's state and looks for words in its finding and its remedy; | separates them."""
+    missing = [word for word in found.split("|") if word not in check.found]
+    missing += [word for word in do.split("|") if word not in check.do]
+    assert (check.state, missing) == (state, []), check
+
+
 def test_versions_include_the_interpreter() -> None:
     check = environment.check_versions(lambda name: "1.2.3")
-    assert ("ok", "") == (check.state, check.do)
-    assert sys.executable in check.found
-    assert "numpy 1.2.3" in check.found
+    expect(check, "ok", f"{sys.executable}|numpy 1.2.3")
+    assert not check.do
 
 
 def test_replaced_urllib3_is_a_warning() -> None:
     check = environment.check_versions(lambda name: "1", lambda: True)
-    assert check.state == "warn"
-    assert "urllib3 is replaced by urllib3-future" in check.found
-    assert "separate environment" in check.do
+    expect(check, "warn", "urllib3-future", "environment")
 
 
 def test_missing_package_has_an_install_command() -> None:
     check = environment.check_versions(lambda name: None if name == "numpy" else "1")
-    assert ("fail", f"{sys.executable} -m pip install numpy") == (check.state, check.do)
-
-
-def test_missing_grpc_exporter_is_ok() -> None:
+    expect(check, "fail", do=f"{sys.executable} -m pip install numpy")
     assert "ok" == environment.check_versions(lambda name: None if name.endswith("grpc") else "1").state
 
 
-def test_missing_destination_has_an_export_hint() -> None:
-    check = environment.check_configuration({})
-    assert check.state == "warn"
-    assert ENDPOINT in check.do
-    assert "otel-infer run" in check.do
-
-
-def test_invalid_value_names_variable_and_accepted_values() -> None:
-    check = environment.check_configuration({"OTEL_INFER_STEPS": "some", ENDPOINT: "http://c:4318"})
-    assert "fail" == check.state
-    assert "OTEL_INFER_STEPS='some'" in check.found and "all, auto, off" in check.found
-    assert "OTEL_INFER_STEPS" in check.do
-
-
-def test_mistyped_variable_has_a_suggestion() -> None:
-    check = environment.check_configuration({"OTEL_INFER_STEP_BUDGT": "5", ENDPOINT: "http://c:4318"})
-    assert "warn" == check.state
-    assert "OTEL_INFER_STEP_BUDGET " in check.do
-
-
 @pytest.mark.parametrize(
-    ("variable", "value"),
+    ("environ", "state", "found", "do"),
     [
-        ("OTEL_SDK_DISABLED", "true"),
-        ("OTEL_INFER_ENABLED", "off"),
-        ("OTEL_PYTHON_DISABLED_INSTRUMENTATIONS", "otel_infer"),
+        pytest.param({}, "warn", "", f"{ENDPOINT}|otel-infer run", id="no destination"),
+        pytest.param(
+            {"OTEL_INFER_STEPS": "some"},
+            "fail",
+            "OTEL_INFER_STEPS='some'|all, auto, off",
+            "OTEL_INFER_STEPS",
+            id="invalid value",
+        ),
+        pytest.param(
+            {"OTEL_INFER_STEP_BUDGT": "5"}, "warn", "", "OTEL_INFER_STEP_BUDGET ", id="mistyped name"
+        ),
+        *(
+            pytest.param({variable: value}, "warn", variable, variable, id=f"disabled by {variable}")
+            for variable, value in (
+                ("OTEL_SDK_DISABLED", "true"),
+                ("OTEL_INFER_ENABLED", "off"),
+                ("OTEL_PYTHON_DISABLED_INSTRUMENTATIONS", "otel_infer"),
+            )
+        ),
     ],
 )
-def test_disabling_variable_is_named(variable: str, value: str) -> None:
-    check = environment.check_configuration({variable: value, ENDPOINT: "http://c:4318"})
-    assert "warn" == check.state
-    assert variable in check.found and variable in check.do
+def test_configuration_names_variable_and_remedy(
+    environ: dict[str, str], state: str, found: str, do: str
+) -> None:
+    check = environment.check_configuration({**environ, ENDPOINT: "http://c:4318"} if environ else {})
+    expect(check, state, found, do)
 
 
 def test_disabled_signal_has_no_destination() -> None:
     check = environment.check_configuration({ENDPOINT: "http://c:4318", "OTEL_METRICS_EXPORTER": "none"})
-    assert "http://c:4318/v1/traces" in check.found and "/v1/metrics" not in check.found
-    assert "no metrics, by OTEL_METRICS_EXPORTER" in check.found
+    expect(check, "ok", "http://c:4318/v1/traces|OTEL_METRICS_EXPORTER")
+    assert "/v1/metrics" not in check.found
 
 
 @pytest.mark.parametrize(
@@ -263,29 +261,70 @@ def part(name: str, state: str, drift: str | None = None, refused: str = "") -> 
     return {"name": name, "state": state, "drift": drift, "refused": refused}
 
 
-def test_active_integration_has_version_and_bound_hooks() -> None:
-    assert (
-        "integration lib",
-        "ok",
-        "lib-dist 5.0: active, 3 of 4 hooks bound",
-        "",
-    ) == instrumentations.check_instrumentor(probe_status(), False)
+PARTS_BY_ROLE = [
+    {**part("a", "active"), "where": "API server", "hooks_active": 2, "hooks_total": 2},
+    {**part("b", "active"), "where": "engine core", "hooks_active": 1, "hooks_total": 2},
+    {**part("c", "active"), "where": "engine core", "hooks_active": 3, "hooks_total": 3},
+]
+WAITING = [
+    part("", "active"),
+    part("serve", "waiting", refused="there is no module fastapi"),
+    part("new", "absent"),
+]
+DRIFTED = [part("generate", "active"), part("batching", "drifted", "lib.a:B.c: there is no c")]
 
 
-def test_bound_hooks_are_counted_per_process_role() -> None:
-    parts = [
-        {**part("a", "active"), "where": "API server", "hooks_active": 2, "hooks_total": 2},
-        {**part("b", "active"), "where": "engine core", "hooks_active": 1, "hooks_total": 2},
-        {**part("c", "active"), "where": "engine core", "hooks_active": 3, "hooks_total": 3},
-    ]
-    found = instrumentations.check_instrumentor(probe_status(parts=parts), False).found
-    assert found.endswith("3 of 4 hooks bound (API server 2 of 2, engine core 4 of 5)")
+@pytest.mark.parametrize(
+    ("status", "state", "found", "do"),
+    [
+        pytest.param(probe_status(), "ok", "lib-dist 5.0|3 of 4", "", id="active"),
+        pytest.param(
+            probe_status(parts=PARTS_BY_ROLE), "ok", "API server 2 of 2, engine core 4 of 5", "", id="roles"
+        ),
+        pytest.param(
+            probe_status(unlisted="LIB_PLUGINS"), "warn", "LIB_PLUGINS", "otel-infer run", id="not in plugins"
+        ),
+        pytest.param(
+            probe_status(parts=WAITING),
+            "ok",
+            "serve waits: there is no module fastapi|absent: new",
+            "",
+            id="waiting",
+        ),
+        pytest.param(
+            probe_status("drifted", parts=DRIFTED),
+            "fail",
+            "lib.a:B.c: there is no c|batching is not recorded; everything else is",
+            "lib-dist",
+            id="one part drifted",
+        ),
+        pytest.param(
+            probe_status("drifted", parts=[part("", "drifted", "lib:f: there is no f")]),
+            "fail",
+            "lib is not recorded|still runs",
+            "",
+            id="everything drifted",
+        ),
+        pytest.param(
+            probe_status("waiting", parts=[part("", "waiting", refused="ImportError: libx.so")]),
+            "warn",
+            "ImportError: libx.so",
+            f"{sys.executable} -c 'import lib'",
+            id="failing import",
+        ),
+    ],
+)
+def test_integration_has_state_and_remedy(status: dict[str, Any], state: str, found: str, do: str) -> None:
+    check = instrumentations.check_instrumentor(status, False)
+    expect(check, state, found, do)
+    assert check.name == "integration lib" and bool(check.do) == (state != "ok")
 
 
-def test_plugin_list_without_otel_infer_is_a_warning() -> None:
-    check = instrumentations.check_instrumentor(probe_status(unlisted="LIB_PLUGINS"), False)
-    assert check.state == "warn" and "LIB_PLUGINS" in check.found
-    assert "otel-infer run" in check.do
+@pytest.mark.parametrize(("state", "off"), [("absent", False), ("active", True)])
+def test_absent_or_disabled_integration_is_ok(state: str, off: bool) -> None:
+    check = instrumentations.check_instrumentor(probe_status(state), off)
+    assert ("ok", "") == (check.state, check.do)
+    assert "hooks bound" not in check.found
 
 
 @pytest.mark.parametrize(
@@ -293,51 +332,6 @@ def test_plugin_list_without_otel_infer_is_a_warning() -> None:
 )
 def test_omission_from_plugin_list_is_detected(plugins: str | None, omitted: bool) -> None:
     assert instrumentations._omits_otel_infer(plugins) is omitted
-
-
-def test_waiting_part_has_its_reason() -> None:
-    parts = [
-        part("", "active"),
-        part("serve", "waiting", refused="there is no module fastapi"),
-        part("new", "absent"),
-    ]
-    found = instrumentations.check_instrumentor(probe_status(parts=parts), False).found
-    assert "serve waits: there is no module fastapi" in found and "absent: new" in found
-
-
-def test_drift_fails_and_names_the_unrecorded_part() -> None:
-    parts = [part("generate", "active"), part("continuous batching", "drifted", "lib.a:B.c: there is no c")]
-    check = instrumentations.check_instrumentor(probe_status("drifted", parts=parts), False)
-    assert "fail" == check.state
-    assert "lib.a:B.c: there is no c" in check.found
-    assert "continuous batching is not recorded; everything else is" in check.found
-    assert "lib-dist" in check.do
-
-
-def test_complete_drift_leaves_the_server_running() -> None:
-    check = instrumentations.check_instrumentor(
-        probe_status("drifted", parts=[part("", "drifted", "lib:f: there is no f")]), False
-    )
-    assert "lib is not recorded" in check.found and "still runs" in check.found
-
-
-def test_failing_import_is_a_warning_with_a_command() -> None:
-    check = instrumentations.check_instrumentor(
-        probe_status("waiting", parts=[part("", "waiting", refused="ImportError: libx.so")]), False
-    )
-    assert "warn" == check.state
-    assert "ImportError: libx.so" in check.found
-    assert f"{sys.executable} -c 'import lib'" in check.do
-
-
-@pytest.mark.parametrize(
-    ("state", "off", "found"),
-    [("absent", False, "not installed"), ("active", True, "switched off")],
-)
-def test_absent_or_disabled_integration_is_ok(state: str, off: bool, found: str) -> None:
-    check = instrumentations.check_instrumentor(probe_status(state), off)
-    assert ("integration lib", "ok", "") == (check.name, check.state, check.do)
-    assert found in check.found
 
 
 def test_missing_engine_lists_the_supported_engines() -> None:
@@ -489,15 +483,12 @@ GRPC_TO_HTTP = (
 )
 def test_refused_export_has_label_and_remedy(reason: str, log: str, found: str, do: str) -> None:
     check = exporter.check_signal("metrics", "http://c", export_result(0, reason, log))
-    assert "fail" == check.state
-    assert found in check.found
-    assert do in check.do
+    expect(check, "fail", found, do)
 
 
 def test_warning_of_the_destination_is_included() -> None:
     check = exporter.check_signal("spans", "http://c", export_result(1, "partial success: slow down"))
-    assert "warn" == check.state
-    assert "slow down" in check.found
+    expect(check, "warn", "slow down")
 
 
 @pytest.mark.parametrize(
@@ -510,9 +501,7 @@ def test_warning_of_the_destination_is_included() -> None:
 )
 def test_unusable_exporter_fails_with_a_remedy(error: str, do: str) -> None:
     check = exporter.check_sdk_adapter({"error": error, "text": "the reason"}, "grpc")
-    assert "fail" == check.state
-    assert "the reason" in check.found
-    assert do in check.do
+    expect(check, "fail", "the reason", do)
 
 
 def test_without_destination_nothing_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -644,8 +633,7 @@ def test_folder_of_another_user_is_refused(base: Path, monkeypatch: pytest.Monke
 def test_frozen_interpreter_has_no_sidecar(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "frozen", True, raising=False)
     check = shared_memory.check_sidecar(Config(), "")
-    assert "ok" == check.state
-    assert "in-process" in check.found and "frozen" in check.found
+    expect(check, "ok", "in-process|frozen")
 
 
 # ── sidecar ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -671,9 +659,7 @@ def test_unstartable_sidecar_is_replaced_by_a_thread(base: Path, monkeypatch: py
 
     monkeypatch.setattr(launcher, "start_sidecar", refuse)
     check = shared_memory.check_sidecar(rings(base), "")
-    assert "warn" == check.state
-    assert "Resource temporarily unavailable; mode: in-process" in check.found
-    assert "OTEL_INFER_MODE=in-process" in check.do
+    expect(check, "warn", "Resource temporarily unavailable; mode: in-process", "OTEL_INFER_MODE=in-process")
     assert "fail" == shared_memory.check_sidecar(rings(base, mode="sidecar"), "").state
     assert [] == list(base.iterdir())
 
@@ -686,8 +672,7 @@ def start_python(code: str) -> Any:
 def test_sidecar_that_exits_immediately_fails(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launcher, "start_sidecar", start_python("raise SystemExit(3)"))
     check = shared_memory.check_sidecar(rings(base), "")
-    assert "fail" == check.state
-    assert "status 3" in check.found
+    expect(check, "fail", "status 3")
 
 
 def test_failed_sidecar_has_its_last_log_line(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -737,9 +722,7 @@ def test_dead_rings_are_found_and_left_alone(base: Path, monkeypatch: pytest.Mon
     arena.close()
     before = [(path, path.stat().st_mtime_ns) for path in (dead, *sorted(dead.iterdir()))]
     check = shared_memory.check_leftovers(Config())
-    assert "warn" == check.state
-    assert "1 dead server (" in check.found
-    assert str(dead) in check.do
+    expect(check, "warn", "1 dead server (", str(dead))
     assert before == [(path, path.stat().st_mtime_ns) for path in (dead, *sorted(dead.iterdir()))]
 
 

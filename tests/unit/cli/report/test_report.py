@@ -206,7 +206,6 @@ def test_tape_without_requests_has_insufficient_evidence(
         page = Page(out.read_text())
         page.whole()
         assert page.text("verdict") == "Insufficient evidence"
-        assert "There are no requests on this tape." in page.text()
         read_as_trace(trace.read_text())
     assert "1 that reached no engine" in page.text()
 
@@ -223,7 +222,7 @@ def test_requests_in_flight_at_the_end_are_counted(tmp_path: Path) -> None:
     view = build_view(contents)
     assert [view.bins[i].running + view.bins[i].queued for i in (0, 100, 199)] == [1, 2, 2]
     page = Page(report_page.render_page(view, "a.tape"))
-    assert "1 still in flight at its end" in page.text()
+    assert "1 still in flight" in page.text()
 
 
 # ── the content of the page ───────────────────────────────────────────────────────────────────────────────────────────
@@ -245,9 +244,8 @@ def test_content_policy_allows_only_the_pages_script(contents: RecordingContents
 def test_verdict_has_evidence_and_a_first_change(page: Page, contents: RecordingContents) -> None:
     finding, *_ = diagnose(contents.records).findings
     assert page.text("verdict") == "“starts, then freezes or stutters”: decode is interrupted"
-    for evidence in finding.evidence:
-        assert evidence in page.text()
-    assert "Change first: chunked prefill with fewer prompt tokens a step" in page.text()
+    for shown in (*finding.evidence, finding.change):
+        assert " ".join(shown.split()) in page.text()
 
 
 def test_percentiles_match_the_requests(page: Page, contents: RecordingContents) -> None:
@@ -327,13 +325,8 @@ def test_failed_request_has_its_outcome_and_stage() -> None:
     contents = RecordingContents([story.record(a)], [], [], [], 0)
     page = Page(report_page.render_page(build_view(contents), "x"))
     page.whole()
-    page_text = page.text()
-    assert (
-        "1 aborted" in page_text
-        and "aborted (client_disconnect)" in page_text
-        and "failed in queue" in page_text
-    )
-    assert "No decode steps" in page_text
+    for words in ("1 aborted", "aborted (client_disconnect)", "failed in queue", "No decode steps"):
+        assert words in page.text()
 
 
 # ── untrusted content ──────────────────────────────────────────────────────────────────────────────────────
@@ -342,11 +335,13 @@ def test_failed_request_has_its_outcome_and_stage() -> None:
 @pytest.mark.parametrize("name", HOSTILE)
 def test_untrusted_names_are_escaped_everywhere(name: str) -> None:
     story = Story()
-    story.tell(20, 0, EngineSeen(0, 1, 1, name))
+    story.add_event(20, 0, EngineSeen(0, 1, 1, name))
     a = story.arrives(0, http=False)
-    story.said[-1] = story.said[-1]._replace(event=story.said[-1].event._replace(model=name, operation=name))
-    story.state(a, AttributeSet(story.said[-1].event.at, "infer." + name, name))
-    story.state(a, AttributeSet(story.said[-1].event.at, semconv.RESPONSE_ID, name))
+    story.recorded_events[-1] = story.recorded_events[-1]._replace(
+        event=story.recorded_events[-1].event._replace(model=name, operation=name)
+    )
+    story.add_request_event(a, AttributeSet(story.recorded_events[-1].event.at, "infer." + name, name))
+    story.add_request_event(a, AttributeSet(story.recorded_events[-1].event.at, semconv.RESPONSE_ID, name))
     story.stage(name, 1, 3, a)
     story.submitted(4, a, input_tokens=5)
     story.paused(12, 14, name)
@@ -380,7 +375,7 @@ def test_script_data_cannot_end_the_script(name: str) -> None:
 def test_custom_attributes_are_in_neither_page_nor_trace() -> None:
     story = Story()
     a = story.arrives(0)
-    story.state(a, AttributeSet(story.said[-1].event.at, "app.user", "CANARY"))
+    story.add_request_event(a, AttributeSet(story.recorded_events[-1].event.at, "app.user", "CANARY"))
     story.ends(5, a)
     contents = RecordingContents(story.records(), [], [], [], 0)
     assert "CANARY" not in report_page.render_page(build_view(contents), "x") + perfetto.render_trace(

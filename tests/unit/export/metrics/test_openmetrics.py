@@ -21,14 +21,14 @@ from otel_infer.export.metrics.aggregator import MetricsAggregator
 from otel_infer.ringbuffer.merged_reader import MergedReader
 from otel_infer.semconv import prometheus
 from otel_infer.sidecar.pipeline import Pipeline
-from tests.support.everything import ENDED_AT, SPAN_ID, TRACE_ID, said
+from tests.support.everything import ENDED_AT, SPAN_ID, TRACE_ID, fill_every_metric
 
 RESOURCE = {"service.name": "vllm", "service.instance.id": "a-b"}
 
 
 @pytest.fixture
 def collected() -> Any:
-    return said(MetricsAggregator(resource=RESOURCE, started_at_unix_ns=0)).collect(1)
+    return fill_every_metric(MetricsAggregator(resource=RESOURCE, started_at_unix_ns=0)).collect(1)
 
 
 def families(text: str) -> dict[str, Any]:

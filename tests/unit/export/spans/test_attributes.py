@@ -48,7 +48,7 @@ def test_similar_requests_share_their_string_attributes() -> None:
 def test_our_attributes_override_user_attributes(key: str) -> None:
     plain, story = Story(), Story()
     served(plain)
-    story.state(served(story), events.AttributeSet(ns(1), key, "else"))
+    story.add_request_event(served(story), events.AttributeSet(ns(1), key, "else"))
     assert attributes(story, "chat toy") == attributes(plain, "chat toy")
     for span in tree.build_request_spans(story.record(), ALL):
         assert len(span.all_attributes) == len(span.attributes) + len(span.durations) + len(span.shared)

@@ -30,7 +30,7 @@ from otel_infer.export.spans.exporter import (
 )
 from otel_infer.ringbuffer import events
 from tests.support.otlp_messages import decoded
-from tests.support.story import BASE, MS, Batches, Story, ids
+from tests.support.story import BASE, MS, BatchCollector, Story, ids
 
 ALL = Decision(True, 1 << 30, "all")
 
@@ -84,11 +84,11 @@ def test_exported_spans_are_the_tree_and_its_steps() -> None:
 def test_batches_have_our_resource_and_scope() -> None:
     story = Story()
     story.ends(3, story.arrives(0))
-    batches = Batches()
+    batches = BatchCollector()
     exporter = OtlpSpanExporter(batches, False)  # type: ignore[arg-type]
     exporter.export_request(story.record(), ALL)
     exporter.flush(0)
-    (batch,) = batches.taken
+    (batch,) = batches.collected
     named = {"service.name": "shop", "host.name": "h"}
     body = b"".join(exporter_module.otlp.build_export_request(*encode_resource_and_scope(named), batch.parts))
     assert {span["resource"]["service.name"] for span in decoded("traces", body)} == {"shop"}
@@ -100,7 +100,7 @@ def test_batches_have_our_resource_and_scope() -> None:
 
 
 def test_steps_have_their_own_decode_as_parent() -> None:
-    batches = Batches()
+    batches = BatchCollector()
     exporter = OtlpSpanExporter(batches, False)  # type: ignore[arg-type]
     for number in range(40):
         exporter.export_request(make_record(number + 1, f"r{number}"), ALL)
@@ -116,7 +116,7 @@ def test_steps_have_their_own_decode_as_parent() -> None:
 
 def test_steps_of_several_engines_have_distinct_ids() -> None:
     """Steps of several engines can have the same numbers."""
-    batches, record = Batches(), make_record(6)
+    batches, record = BatchCollector(), make_record(6)
     assert record.steps is not None
     record.is_multi_engine, record.steps.step[:] = True, [1, 2, 3, 3, 2, 4, 3]
     exporter = OtlpSpanExporter(batches, False)  # type: ignore[arg-type]
@@ -151,7 +151,7 @@ def test_selection_has_the_granted_number_of_slowest_steps(lengths: list[int], g
 
 @pytest.mark.parametrize(("granted", "steps"), [(0, 0), (2, 2), (9, 5)])
 def test_exported_steps_do_not_exceed_the_grant(granted: int, steps: int) -> None:
-    batches = Batches()
+    batches = BatchCollector()
     exporter = OtlpSpanExporter(batches, False)  # type: ignore[arg-type]
     exporter.export_request(make_record(5), Decision(True, granted, "budget"))
     exporter.flush(0)
@@ -165,15 +165,15 @@ def test_exported_steps_do_not_exceed_the_grant(granted: int, steps: int) -> Non
 
 
 def test_batch_is_at_most_three_mebibytes() -> None:
-    batches = Batches()
+    batches = BatchCollector()
     exporter = OtlpSpanExporter(batches, False)  # type: ignore[arg-type]
     for number in range(2):
         exporter.export_request(make_record(40_000, f"r{number}"), ALL)
     exporter.flush(0)
-    assert len(batches.taken) > 2
-    assert max(batch.size for batch in batches.taken) <= BATCH_BYTES
-    assert sum(batch.spans for batch in batches.taken) == 2 * (40_000 + 3)
-    for batch, body in zip(batches.taken, batches.bodies()):
+    assert len(batches.collected) > 2
+    assert max(batch.size for batch in batches.collected) <= BATCH_BYTES
+    assert sum(batch.spans for batch in batches.collected) == 2 * (40_000 + 3)
+    for batch, body in zip(batches.collected, batches.bodies()):
         assert batch.size == sum(map(len, batch.parts))
         assert len(decoded("traces", body)) == batch.spans
 
@@ -187,7 +187,7 @@ def test_steps_are_encoded_in_limited_chunks(monkeypatch: pytest.MonkeyPatch) ->
         return original(self, columns, owners)
 
     monkeypatch.setattr(exporter_module.otlp.StepEncoder, "encode_steps", encode)
-    exporter = OtlpSpanExporter(Batches(), False)  # type: ignore[arg-type]
+    exporter = OtlpSpanExporter(BatchCollector(), False)  # type: ignore[arg-type]
     for number in range(3):
         exporter.export_request(make_record(6000, f"r{number}"), ALL)
     exporter.flush(0)
@@ -204,26 +204,26 @@ def test_unencodable_spans_are_counted_without_affecting_others(monkeypatch: pyt
         return original(span)
 
     monkeypatch.setattr(exporter_module.otlp, "encode_span", encode)
-    batches = Batches()
+    batches = BatchCollector()
     exporter = OtlpSpanExporter(batches, False)  # type: ignore[arg-type]
     exporter.export_request(broken, ALL._replace(steps=0))
     exporter.export_request(make_record(3, "whole"), ALL)
     exporter.flush(0)
-    assert [batch.spans for batch in batches.taken] == [6]
+    assert [batch.spans for batch in batches.collected] == [6]
     assert batches.lost == {"not_encoded": 3}
 
 
 def test_batch_is_handed_over_once_a_second() -> None:
-    batches = Batches()
+    batches = BatchCollector()
     exporter = OtlpSpanExporter(batches, False)  # type: ignore[arg-type]
     exporter.flush(10_000_000_000)
     exporter.export_request(make_record(3), ALL)
     exporter.flush(10_900_000_000)
-    assert batches.taken == []
+    assert batches.collected == []
     exporter.flush(11_000_000_000)
-    assert [batch.spans for batch in batches.taken] == [6]
+    assert [batch.spans for batch in batches.collected] == [6]
     exporter.flush(0)
-    assert len(batches.taken) == 1, "no empty batch is handed over"
+    assert len(batches.collected) == 1, "no empty batch is handed over"
 
 
 # ── the sender ───────────────────────────────────────────────────────────────────────────────────────────────────

@@ -19,12 +19,12 @@ from otel_infer.ringbuffer.events import (
     StageEnded,
     StateCarried,
 )
-from tests.support.story import MS, WALL, Story, Who, ids, ns, text
+from tests.support.story import MS, WALL, RequestHandle, Story, ids, ns, text
 
 ALL = Decision(True, 1 << 30, "all", True)
 
 
-def served(story: Story, name: str = "a", **more: Any) -> Who:
+def served(story: Story, name: str = "a", **more: Any) -> RequestHandle:
     """A request of 4 tokens: queued 4–10 ms, prefill to 30, decode to 70."""
     member = story.arrives(0, name, **more)
     story.submitted(4, member, input_tokens=5, max_tokens=8)
@@ -76,7 +76,7 @@ def test_http_attributes_move_to_the_request_span() -> None:
     """Another library has the server span."""
     story = Story()
     a = served(story, http=False)
-    story.state(a, HttpDescribed(ns(1), "POST", "https", "/chat"))
+    story.add_request_event(a, HttpDescribed(ns(1), "POST", "https", "/chat"))
     assert attributes(story, "chat toy")["url.scheme"] == "https"
 
 
@@ -98,7 +98,7 @@ def test_decode_has_statistics_of_all_its_steps() -> None:
 def test_trace_state_is_on_all_spans_except_steps() -> None:
     story = Story()
     a = served(story)
-    story.state(a, StateCarried(ns(0), "ot=th:8"))
+    story.add_request_event(a, StateCarried(ns(0), "ot=th:8"))
     spans = tree.build_request_spans(story.record(), ALL)
     assert {span.trace_state for span in spans} == {"ot=th:8"}
     assert len(spans) == 8
@@ -107,7 +107,7 @@ def test_trace_state_is_on_all_spans_except_steps() -> None:
 def test_device_stage_has_the_clock_attribute() -> None:
     story = Story()
     a = served(story)
-    story.state(a, StageEnded(ns(9), ns(5), "h2d", 0))
+    story.add_request_event(a, StageEnded(ns(9), ns(5), "h2d", 0))
     assert attributes(story, "h2d") == {"infer.clock": "host"}
     assert "infer.clock" not in attributes(story, "queue")
 
@@ -127,10 +127,10 @@ def test_unsampled_exported_request_is_marked() -> None:
     story = Story()
     served(story, flags=0)
     sampler = TailSampler("auto", 2000, keep_unsampled=True, ratio=False)
-    assert "chat toy 0–80 · 5 → 4, unsampled" in story.tree(keeps=sampler)
+    assert "chat toy 0–80 · 5 → 4, unsampled" in story.tree(sampler=sampler)
     story = Story()
     story.ends(3, story.arrives(0, operation="", flags=0))
-    assert story.tree(keeps=sampler) == "POST /health 0–3 · unsampled"
+    assert story.tree(sampler=sampler) == "POST /health 0–3 · unsampled"
 
 
 def test_latency_attributes_have_vllm_semantics() -> None:
@@ -177,15 +177,15 @@ def test_server_span_name_follows_the_semantic_conventions(method: str, route: s
     for operation in ("", "chat"):
         story = Story()
         a = story.arrives(0, operation=operation)
-        arrived = story.said[-1 if not operation else -3]
-        story.said = [
+        arrived = story.recorded_events[-1 if not operation else -3]
+        story.recorded_events = [
             recorded._replace(event=recorded.event._replace(name=method))
             if isinstance(recorded.event, RequestArrived)
             else recorded
-            for recorded in story.said
+            for recorded in story.recorded_events
             if not isinstance(recorded.event, HttpDescribed)
         ]
-        story.state(a, HttpDescribed(arrived.event.at, method, "http", route))
+        story.add_request_event(a, HttpDescribed(arrived.event.at, method, "http", route))
         story.ends(10, a)
         assert [span["name"] for span in story.spans() if span["kind"] == 2] == [name]
 
@@ -194,11 +194,11 @@ def test_request_without_stages_is_named_after_its_method() -> None:
     """Below another library's server span. It is exported because spans of databases and clients may be its children."""
     story = Story()
     a = story.arrives(0, operation="")
-    story.said = [
+    story.recorded_events = [
         recorded._replace(event=recorded.event._replace(flags=SAMPLED, name="_OTHER"))
         if isinstance(recorded.event, RequestArrived)
         else recorded
-        for recorded in story.said
+        for recorded in story.recorded_events
         if not isinstance(recorded.event, HttpDescribed)
     ]
     story.ends(3, a)
@@ -381,5 +381,5 @@ def test_pause_and_user_events_are_ordered_by_time() -> None:
     a = served(story)
     story.paused(42, 60)
     for at, name in ((50, "after"), (10, "before")):
-        story.state(a, SpanEventAdded(ns(at), name, {}))
+        story.add_request_event(a, SpanEventAdded(ns(at), name, {}))
     assert [event["name"] for event in story.span("chat toy")["events"]] == ["before", "infer.pause", "after"]

@@ -22,7 +22,7 @@ from otel_infer.sidecar.probes.cpu_throttling import (
     parse_throttled_ns,
 )
 from otel_infer.sidecar.recording import file as tape
-from tests.support.story import COUNTED
+from tests.support.story import CLOSED_METRICS_OUTLET
 
 MS = 1_000_000
 V2 = (
@@ -241,7 +241,13 @@ def test_throttling_is_recorded_on_tape_and_in_metrics(tmp_path: Path) -> None:
     rings, arena = MergedReader(), MemoryArena()
     RequestWriter(arena, "1-a", "server")
     pipeline = Pipeline(
-        Config(tape=str(tmp_path / "a.tape")), rings, [], None, {}, COUNTED, _clock.read_clocks()[1]
+        Config(tape=str(tmp_path / "a.tape")),
+        rings,
+        [],
+        None,
+        {},
+        CLOSED_METRICS_OUTLET,
+        _clock.read_clocks()[1],
     )
     at = _clock.now()
     rings.add_ring(*arena.buffers[0], at)

@@ -20,7 +20,7 @@ from otel_infer.ringbuffer.events import RecordedEvent
 from otel_infer.sidecar.recording import file, flight_recorder, window_state
 from otel_infer.sidecar.recording import window as room
 from otel_infer.sidecar.recording.window import EventWindow, WindowSnapshot
-from tests.support.simulator import Simulator, Tick, by_number, ticks, told
+from tests.support.simulator import Simulator, Tick, records_by_number, ticks, tokens_by_step
 
 SECOND = 1_000_000_000
 MB = 1 << 20
@@ -77,7 +77,7 @@ def records(snapshot: WindowSnapshot) -> dict[int, RequestRecord]:
         horizon = batch.horizon
         assembler.feed_events(batch.recorded_events)
         found += assembler.drain_records(horizon)
-    return by_number(found + assembler.drain_records(horizon + GRACE_NS))
+    return records_by_number(found + assembler.drain_records(horizon + GRACE_NS))
 
 
 def plain(record: RequestRecord) -> dict[str, Any]:
@@ -102,16 +102,16 @@ def plain(record: RequestRecord) -> dict[str, Any]:
 
 
 @settings(max_examples=60)
-@given(program=ticks(most=40), cuts=st.lists(st.integers(0, 300), max_size=20))
+@given(program=ticks(max_ticks=40), cuts=st.lists(st.integers(0, 300), max_size=20))
 def test_recent_events_are_returned_unchanged(program: list[Tick], cuts: list[int]) -> None:
     with Simulator(2) as simulator:
         simulator.run(program)
     window, before = EventWindow(), 0
-    for cut in [*sorted(cuts), len(simulator.said)]:
-        piece = simulator.said[before:cut]
+    for cut in [*sorted(cuts), len(simulator.recorded_events)]:
+        piece = simulator.recorded_events[before:cut]
         window.add_events(piece, piece[-1].event.at if piece else 0)
         before = max(cut, before)
-    assert events_of(window.take_snapshot()) == simulator.said
+    assert events_of(window.take_snapshot()) == simulator.recorded_events
 
 
 def test_the_window_holds_120_seconds_plus_one_chunk() -> None:
@@ -362,7 +362,7 @@ def test_a_request_with_too_many_events_is_dropped() -> None:
 @pytest.mark.timeout(400)  # on a slow machine with others beside it
 @settings(max_examples=150)
 @example(program=PREEMPTED_BESIDE, depth=1, span=1, scarce=False)
-@given(program=ticks(most=60), depth=st.integers(1, 2), span=st.integers(1, 3000), scarce=st.booleans())
+@given(program=ticks(max_ticks=60), depth=st.integers(1, 2), span=st.integers(1, 3000), scarce=st.booleans())
 def test_window_records_equal_full_tape_or_are_marked(
     program: list[Tick], depth: int, span: int, scarce: bool
 ) -> None:
@@ -376,9 +376,9 @@ def test_window_records_equal_full_tape_or_are_marked(
             wake = simulator.poll
 
             def poll(final: bool = False) -> None:
-                before = len(simulator.said)
+                before = len(simulator.recorded_events)
                 wake(final)
-                window.add_events(simulator.said[before:], simulator.rings.horizon)
+                window.add_events(simulator.recorded_events[before:], simulator.rings.horizon)
 
             simulator.poll = poll  # type: ignore[method-assign]
             simulator.run(program)
@@ -389,7 +389,7 @@ def test_window_records_equal_full_tape_or_are_marked(
         for _, _, fact in passage.recorded_events
         if isinstance(fact, events.RequestArrived)
     }
-    whole, found = by_number(simulator.records), records(snapshot)
+    whole, found = records_by_number(simulator.records), records(snapshot)
     assert in_window <= found.keys() <= whole.keys()
     marked_until = max((record.ended_at for record in found.values() if record.telemetry_lost), default=0)
     for number, record in found.items():
@@ -397,7 +397,7 @@ def test_window_records_equal_full_tape_or_are_marked(
         if not record.telemetry_lost and not scarce and record.arrived_at > marked_until:
             assert plain(record) == plain(whole[number])
         elif not record.telemetry_lost:
-            assert told(record) == told(whole[number])
+            assert tokens_by_step(record) == tokens_by_step(whole[number])
         assert record.arrived_at == whole[number].arrived_at
         assert record.ended_at == whole[number].ended_at
 
