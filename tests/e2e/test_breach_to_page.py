@@ -17,8 +17,8 @@ import pytest
 from otel_infer.analysis.diagnosis.symptoms import SYMPTOMS
 from otel_infer.cli.report import command as report
 from otel_infer.sidecar.recording import file
-from tests.support.breach import OBJECTIVES, Breach, breached
-from tests.support.browser import CHROMIUM, WHY_NONE, dumped, without_a_network
+from tests.support.breach import OBJECTIVES, Breach, cause_breach
+from tests.support.browser import CHROMIUM, SKIP_REASON, dump_page, offline_prefix
 from tests.support.pages import Page
 from tests.support.trace_events import read_as_trace
 
@@ -35,7 +35,7 @@ def command(*arguments: str) -> str:
 
 @pytest.fixture(scope="module")
 def breach(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path) -> Breach:
-    return breached(tmp_path_factory.mktemp("breach"), tiny_llama, BEFORE_S + 4)
+    return cause_breach(tmp_path_factory.mktemp("breach"), tiny_llama, BEFORE_S + 4)
 
 
 @pytest.fixture(scope="module")
@@ -80,11 +80,11 @@ def test_user_content_is_neither_on_tape_nor_page(breach: Breach, page_path: Pat
     assert found == []
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason=WHY_NONE)
+@pytest.mark.skipif(CHROMIUM is None, reason=SKIP_REASON)
 def test_page_works_offline_and_shows_the_breach_first(
     breach: Breach, page_path: Path, tmp_path: Path
 ) -> None:
-    dom, urls = dumped(page_path.as_uri(), tmp_path, without_a_network())
+    dom, urls = dump_page(page_path.as_uri(), tmp_path, offline_prefix())
     page = Page(dom)
     assert urls == set()
     assert "scripted" in page.all("html")[0]["class"].split()

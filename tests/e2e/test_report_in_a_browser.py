@@ -12,11 +12,11 @@ import pytest
 from otel_infer.cli import main
 from otel_infer.cli.report.command import read_recording
 from otel_infer.ringbuffer import events
-from tests.support.browser import CHROMIUM, WHY_NONE, dumped
+from tests.support.browser import CHROMIUM, SKIP_REASON, dump_page
 from tests.support.pages import Page
 from tests.unit.cli.report.test_report import recorded, stutter
 
-pytestmark = [pytest.mark.real, pytest.mark.skipif(CHROMIUM is None, reason=WHY_NONE)]
+pytestmark = [pytest.mark.real, pytest.mark.skipif(CHROMIUM is None, reason=SKIP_REASON)]
 
 
 @pytest.fixture
@@ -52,9 +52,9 @@ def build_report(path: Path, folder: Path) -> tuple[Path, str]:
 def test_page_shows_verdict_and_strip_of_opened_request(
     tmp_path: Path,
 ) -> None:
-    served, asked = stutter()
-    out, key = build_report(recorded(tmp_path / "a.tape", served.facts(asked)), tmp_path)
-    dom, urls = dumped(f"{out.as_uri()}#{key}", tmp_path)
+    server, load = stutter()
+    out, key = build_report(recorded(tmp_path / "a.tape", server.simulate(load)), tmp_path)
+    dom, urls = dump_page(f"{out.as_uri()}#{key}", tmp_path)
     page = Page(dom)
     assert page.text("verdict") == "“starts, then freezes or stutters”: decode is interrupted"
     (row,) = page.all("tr", id=key)
@@ -68,15 +68,15 @@ def test_markup_in_names_loads_and_runs_nothing(other_server: tuple[str, list[st
     server, requested_paths = other_server
     script = "document.title='run';document.body.id='run'"
     name = f'</script><script>{script}</script><img src={server}/i onerror="{script}"><link rel=stylesheet href={server}/c>'
-    served, asked = stutter(20)
+    server, load = stutter(20)
     renamed_events = [
         event._replace(event=event.event._replace(model=name))
         if isinstance(event.event, events.RequestArrived)
         else event
-        for event in served.facts(asked)
+        for event in server.simulate(load)
     ]
     out, key = build_report(recorded(tmp_path / "a.tape", renamed_events), tmp_path)
-    dom, urls = dumped(f"{out.as_uri()}#{key}", tmp_path)
+    dom, urls = dump_page(f"{out.as_uri()}#{key}", tmp_path)
     page = Page(dom)
     assert (
         not page.all("img") and not page.all("body", id="run") and "otel-infer report" in page.text("title")
@@ -90,21 +90,21 @@ def test_policy_blocks_injected_markup(
     other_server: tuple[str, list[str]], tmp_path: Path, guarded: bool
 ) -> None:
     server, requested_paths = other_server
-    served, asked = stutter(20)
-    out, _ = build_report(recorded(tmp_path / "a.tape", served.facts(asked)), tmp_path)
+    server, load = stutter(20)
+    out, _ = build_report(recorded(tmp_path / "a.tape", server.simulate(load)), tmp_path)
     script = f"document.body.id='run';fetch('{server}/f')"
     injected = f'<script>{script}</script><img src="{server}/i" onerror="{script}">'
     text = out.read_text().replace("<main>", "<main>" + injected)
     out.write_text(text if guarded else text.replace("Content-Security-Policy", "x"))
-    dom, urls = dumped(out.as_uri(), tmp_path)
+    dom, urls = dump_page(out.as_uri(), tmp_path)
     assert ('id="run"' in dom) is not guarded
     assert ("/i" in requested_paths) is (f"{server}/i" in urls) is not guarded
     assert bool(requested_paths or urls) is not guarded
 
 
 def test_columns_sort_requests_and_arrow_keys_select_steps(tmp_path: Path) -> None:
-    served, asked = stutter(40)
-    out, key = build_report(recorded(tmp_path / "a.tape", served.facts(asked)), tmp_path)
+    server, load = stutter(40)
+    out, key = build_report(recorded(tmp_path / "a.tape", server.simulate(load)), tmp_path)
     script = """<script>
         const heads = document.querySelectorAll("table.requests th button");
         [...heads].find((head) => head.textContent === "prompt").click();
@@ -114,7 +114,7 @@ def test_columns_sort_requests_and_arrow_keys_select_steps(tmp_path: Path) -> No
     </script></body>"""
     text = out.read_text().replace("Content-Security-Policy", "x")
     out.write_text(text.replace("</body>", script))
-    page = Page(dumped(out.as_uri(), tmp_path)[0])
+    page = Page(dump_page(out.as_uri(), tmp_path)[0])
     records = sorted(read_recording(tmp_path / "a.tape").records, key=lambda record: -record.input_tokens)
     details = [row for row in page.all("tr") if "detail" in row.get("class", "").split()]
     assert [row["id"] for row in details][:5] == [f"r-{record.span_id.hex()}" for record in records[:5]]

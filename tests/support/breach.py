@@ -79,7 +79,7 @@ class _Client:
         return self.chat(1, messages=self.canaries["error"])[1]
 
 
-def breached(folder: Path, model: Path, ordinary_s: float) -> Breach:
+def cause_breach(folder: Path, model: Path, ordinary_s: float) -> Breach:
     """Runs ordinary load for `ordinary_s`, then a standstill of all requests in flight, which misses `OBJECTIVES`."""
     tapes = folder / "tapes"
     environ = {"OTEL_INFER_SLO": OBJECTIVES, "OTEL_INFER_DUMP_ON_SLO": str(tapes)}
@@ -91,12 +91,12 @@ def breached(folder: Path, model: Path, ordinary_s: float) -> Breach:
         while time.monotonic() < until or not ordinary:
             ordinary.append(client.chat(ORDINARY_TOKENS)[0])
             time.sleep(PAUSE_S)
-        frozen = _frozen(client, server)
-        tape = _written(tapes)
+        frozen = _stop_during_streams(client, server)
+        tape = _wait_for_tape(tapes)
     return Breach(tape, ordinary, frozen, client.canaries)
 
 
-def _frozen(client: _Client, server: Server) -> list[str]:
+def _stop_during_streams(client: _Client, server: Server) -> list[str]:
     """Runs streams across a standstill of the server; returns the trace ids of the delayed ones."""
     seen: list[list[float]] = [[] for _ in range(STREAMS)]
     ids: dict[int, str] = {}
@@ -111,7 +111,7 @@ def _frozen(client: _Client, server: Server) -> list[str]:
     while not all(len(lines) > 3 for lines in seen):
         assert time.monotonic() < deadline, "the streams did not begin"
         time.sleep(0.002)
-    with _stopped(server):
+    with _stop_server(server):
         time.sleep(STANDSTILL_S)
     for reader in readers:
         reader.join(60)
@@ -122,7 +122,7 @@ def _frozen(client: _Client, server: Server) -> list[str]:
 
 
 @contextlib.contextmanager
-def _stopped(server: Server) -> Iterator[None]:
+def _stop_server(server: Server) -> Iterator[None]:
     assert server.process is not None
     (rings,) = Path(f"/dev/shm/otel_infer-{os.getuid()}").glob(f"{server.process.pid}-*")
     pids = directory.list_writer_pids(rings)
@@ -135,7 +135,7 @@ def _stopped(server: Server) -> Iterator[None]:
             os.kill(pid, signal.SIGCONT)
 
 
-def _written(folder: Path, timeout: float = 20.0) -> Path:
+def _wait_for_tape(folder: Path, timeout: float = 20.0) -> Path:
     deadline = time.monotonic() + timeout
     while not (found := sorted(folder.glob("*.tape"))):
         assert time.monotonic() < deadline, "no tape was written"

@@ -11,7 +11,7 @@ import pytest
 
 NAMES = ("chromium", "chromium-headless-shell", "chromium-browser", "google-chrome", "chrome")
 CHROMIUM = next(filter(None, map(shutil.which, NAMES)), None)
-WHY_NONE = "no Chromium on this machine (Debian: make browser)"
+SKIP_REASON = "no Chromium on this machine (Debian: make browser)"
 QUIET = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
     "--disable-background-networking", "--disable-component-update", "--disable-default-apps",
@@ -20,14 +20,14 @@ QUIET = (
 )  # fmt: skip
 
 
-def required() -> str:
+def require_chromium() -> str:
     """Returns the path of Chromium; skips the test where there is none."""
     if CHROMIUM is None:
-        pytest.skip(WHY_NONE)
+        pytest.skip(SKIP_REASON)
     return CHROMIUM
 
 
-def without_a_network() -> tuple[str, ...]:
+def offline_prefix() -> tuple[str, ...]:
     """Returns the prefix that runs a command without any network; empty where that is not permitted."""
     alone = ("unshare", "--net")
     allowed = (
@@ -36,17 +36,23 @@ def without_a_network() -> tuple[str, ...]:
     return alone if allowed else ()
 
 
-def dumped(url: str, folder: Path, launcher: tuple[str, ...] = ()) -> tuple[str, set[str]]:
+def dump_page(url: str, folder: Path, launcher: tuple[str, ...] = ()) -> tuple[str, set[str]]:
     """Returns the page after its scripts ran, and the addresses it requested. The browser's own requests have no origin."""
     log = folder / "net.json"
-    command = [*launcher, required(), *QUIET, f"--user-data-dir={folder / 'profile'}", f"--log-net-log={log}"]
+    command = [
+        *launcher,
+        require_chromium(),
+        *QUIET,
+        f"--user-data-dir={folder / 'profile'}",
+        f"--log-net-log={log}",
+    ]
     ran = subprocess.run([*command, "--dump-dom", url], capture_output=True, timeout=100, check=True)
     parameters = [event["params"] for event in json.loads(log.read_text())["events"] if "params" in event]
     of_page = [event for event in parameters if event.get("initiator", "not an origin") != "not an origin"]
     return ran.stdout.decode(), {one["url"] for one in of_page if one.get("url", "").startswith("http")}
 
 
-def pictured(url: str, out: Path, folder: Path, height: int) -> None:
+def take_screenshot(url: str, out: Path, folder: Path, height: int) -> None:
     """Writes a picture of the top of a page, 1200 pixels wide."""
     where = (f"--user-data-dir={folder / 'profile'}", f"--window-size=1200,{height}", f"--screenshot={out}")
-    subprocess.run([required(), *QUIET, *where, url], check=True, capture_output=True, timeout=100)
+    subprocess.run([require_chromium(), *QUIET, *where, url], check=True, capture_output=True, timeout=100)

@@ -15,7 +15,7 @@ AFTER_ALL_EVENTS = 1 << 60
 
 
 @dataclass
-class Asked:
+class ClientRequest:
     """A request as its client sends it; instants in ms."""
 
     at: float
@@ -25,7 +25,7 @@ class Asked:
 
 
 @dataclass
-class Served:
+class SimulatedServer:
     """An engine whose step costs `base + each × sequences + prompt_token × prompt tokens` ms, varied by `noise`."""
 
     base: float = 8.0
@@ -42,14 +42,14 @@ class Served:
     cold_ms: float = 0.0
     """Extra ms of the first step."""
 
-    def records(self, load: list[Asked]) -> list[RequestRecord]:
+    def records(self, load: list[ClientRequest]) -> list[RequestRecord]:
         assembler = Assembler()
-        assembler.feed_events(self.facts(load))
+        assembler.feed_events(self.simulate(load))
         records = assembler.drain_records(AFTER_ALL_EVENTS)
         request.attribute_latency(records)
         return records
 
-    def facts(self, load: list[Asked]) -> list[events.RecordedEvent]:
+    def simulate(self, load: list[ClientRequest]) -> list[events.RecordedEvent]:
         draw, recorded = (
             random.Random(self.seed),
             [events.RecordedEvent(10, 0, events.EngineSeen(0, 1, 1, "toy"))],
@@ -121,7 +121,9 @@ class Served:
         return sorted(recorded, key=lambda entry: entry.event.at)
 
     @staticmethod
-    def _record_arrival(recorded: list[events.RecordedEvent], handle: int, client_request: Asked) -> None:
+    def _record_arrival(
+        recorded: list[events.RecordedEvent], handle: int, client_request: ClientRequest
+    ) -> None:
         at, until = round(client_request.at * MS), round((client_request.at + client_request.before_ms) * MS)
         ids = handle.to_bytes(16, "big")
         recorded.append(events.RecordedEvent(1, handle, events.RequestArrived(

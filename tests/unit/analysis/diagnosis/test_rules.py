@@ -16,95 +16,96 @@ from otel_infer.assembly.engine.step_rows import NO_STEPS
 from otel_infer.assembly.records.request import Interferer, LatencyBreakdown, RequestRecord, Stage
 from otel_infer.ringbuffer import events
 from otel_infer.semconv import SEND_WAIT
-from tests.support.served_load import MS, Asked, Served
+from tests.support.served_load import MS, ClientRequest, SimulatedServer
 from tests.support.story import Story, ids
 from tests.unit.analysis.attribution.test_attribution import attributed_records, warmed_up
 
 Draw = random.Random
-Load = Callable[[Draw], tuple[Served, list[Asked]]]
+Load = Callable[[Draw], tuple[SimulatedServer, list[ClientRequest]]]
 
 
-def steady(draw: Draw, count: int = 60, every: float = 60.0, **more: float) -> list[Asked]:
+def steady(draw: Draw, count: int = 60, every: float = 60.0, **more: float) -> list[ClientRequest]:
     """Requests that arrive one by one, of mixed lengths."""
     at, requests = 0.0, []
     for _ in range(count):
         at += draw.expovariate(1 / every)
-        requests.append(Asked(at, draw.randint(16, 64), draw.randint(12, 48), **more))
+        requests.append(ClientRequest(at, draw.randint(16, 64), draw.randint(12, 48), **more))
     return requests
 
 
-def healthy(draw: Draw) -> tuple[Served, list[Asked]]:
-    return Served(seed=draw.randint(0, 9999)), steady(draw)
+def healthy(draw: Draw) -> tuple[SimulatedServer, list[ClientRequest]]:
+    return SimulatedServer(seed=draw.randint(0, 9999)), steady(draw)
 
 
-def uniformly_slow(draw: Draw) -> tuple[Served, list[Asked]]:
+def uniformly_slow(draw: Draw) -> tuple[SimulatedServer, list[ClientRequest]]:
     slow = draw.uniform(20, 60)
-    return Served(base=slow, seed=draw.randint(0, 9999)), steady(draw, every=8 * slow)
+    return SimulatedServer(base=slow, seed=draw.randint(0, 9999)), steady(draw, every=8 * slow)
 
 
-def before_the_engine(draw: Draw) -> tuple[Served, list[Asked]]:
+def before_the_engine(draw: Draw) -> tuple[SimulatedServer, list[ClientRequest]]:
     return healthy(draw)[0], steady(draw, before_ms=draw.uniform(80, 400))
 
 
-def queueing(draw: Draw) -> tuple[Served, list[Asked]]:
+def queueing(draw: Draw) -> tuple[SimulatedServer, list[ClientRequest]]:
     """More users than batch slots, all the time: each user sends again after its answer."""
     batch = draw.randint(2, 4)
-    return Served(max_batch=batch, seed=draw.randint(0, 9999)), steady(
+    return SimulatedServer(max_batch=batch, seed=draw.randint(0, 9999)), steady(
         draw, 80, every=draw.uniform(0.8, 1.0) * 290 / batch
     )
 
 
-def prefill(draw: Draw) -> tuple[Served, list[Asked]]:
-    served = Served(prompt_token=draw.uniform(0.1, 0.3), seed=draw.randint(0, 9999))
+def prefill(draw: Draw) -> tuple[SimulatedServer, list[ClientRequest]]:
+    server = SimulatedServer(prompt_token=draw.uniform(0.1, 0.3), seed=draw.randint(0, 9999))
     requests = steady(draw, every=5000)
     for request in requests:
         request.prompt = draw.randint(1500, 4000)
-    return served, requests
+    return server, requests
 
 
-def stutter(draw: Draw) -> tuple[Served, list[Asked]]:
-    served, requests = healthy(draw)
+def stutter(draw: Draw) -> tuple[SimulatedServer, list[ClientRequest]]:
+    server, requests = healthy(draw)
     if draw.random() < 0.5:
         last = requests[-1].at
-        served.pauses = [(draw.uniform(0, last), draw.uniform(80, 300)) for _ in range(round(last / 250))]
-        return served, requests
-    served.prompt_token = 0.1
+        server.pauses = [(draw.uniform(0, last), draw.uniform(80, 300)) for _ in range(round(last / 250))]
+        return server, requests
+    server.prompt_token = 0.1
     for request in draw.sample(requests, len(requests) // 6):
         request.prompt = draw.randint(1000, 3000)
-    return served, requests
+    return server, requests
 
 
-def peak(draw: Draw) -> tuple[Served, list[Asked]]:
-    served, requests = Served(max_batch=8, seed=draw.randint(0, 9999)), steady(draw, every=80)
+def peak(draw: Draw) -> tuple[SimulatedServer, list[ClientRequest]]:
+    server, requests = SimulatedServer(max_batch=8, seed=draw.randint(0, 9999)), steady(draw, every=80)
     middle = requests[len(requests) // 2].at
     requests += [
-        Asked(middle + draw.uniform(0, 300), 32, draw.randint(24, 48)) for _ in range(draw.randint(40, 90))
+        ClientRequest(middle + draw.uniform(0, 300), 32, draw.randint(24, 48))
+        for _ in range(draw.randint(40, 90))
     ]
-    return served, requests
+    return server, requests
 
 
-def big_and_small(draw: Draw) -> tuple[Served, list[Asked]]:
-    served, requests = Served(max_batch=4, seed=draw.randint(0, 9999)), steady(draw, 70, every=120)
+def big_and_small(draw: Draw) -> tuple[SimulatedServer, list[ClientRequest]]:
+    server, requests = SimulatedServer(max_batch=4, seed=draw.randint(0, 9999)), steady(draw, 70, every=120)
     for request in requests:
         request.tokens = draw.randint(6, 14)
     for at in range(6):
         requests += [
-            Asked(at * 1400 + draw.uniform(0, 40), 400, draw.randint(90, 130))
+            ClientRequest(at * 1400 + draw.uniform(0, 40), 400, draw.randint(90, 130))
             for _ in range(4 if at % 2 == 0 else 0)
         ]
-    return served, requests
+    return server, requests
 
 
-def batching(draw: Draw) -> tuple[Served, list[Asked]]:
+def batching(draw: Draw) -> tuple[SimulatedServer, list[ClientRequest]]:
     if draw.random() < 0.5:
-        served = Served(batch_delay=draw.uniform(150, 400), seed=draw.randint(0, 9999))
+        server = SimulatedServer(batch_delay=draw.uniform(150, 400), seed=draw.randint(0, 9999))
         requests = steady(draw, every=400)
         for request in requests:
             request.tokens = draw.randint(4, 8)
-        return served, requests
-    return Served(base=4, each=draw.uniform(1.0, 2.0), max_batch=64, seed=draw.randint(0, 9999)), steady(
-        draw, 120, every=25
-    )
+        return server, requests
+    return SimulatedServer(
+        base=4, each=draw.uniform(1.0, 2.0), max_batch=64, seed=draw.randint(0, 9999)
+    ), steady(draw, 120, every=25)
 
 
 ROWS: dict[str, Load] = {
@@ -119,8 +120,8 @@ ROWS: dict[str, Load] = {
 
 
 def healthy_records() -> list[RequestRecord]:
-    served, requests = healthy(random.Random(3))
-    return served.records(requests)
+    server, requests = healthy(random.Random(3))
+    return server.records(requests)
 
 
 def add_time(record: RequestRecord, streaming: bool = False, **causes: int) -> None:
@@ -148,8 +149,8 @@ def test_each_symptom_has_a_load() -> None:
 def test_symptom_is_recognized_from_the_records(row: str) -> None:
     right = 0
     for seed in range(10):
-        served, requests = ROWS[row](random.Random(f"{row} {seed}"))
-        right += diagnose(served.records(requests)).verdict == row
+        server, requests = ROWS[row](random.Random(f"{row} {seed}"))
+        right += diagnose(server.records(requests)).verdict == row
     assert right >= 9
 
 
@@ -158,22 +159,22 @@ def test_healthy_or_uniformly_slow_server_has_no_symptom(
     load: Load,
 ) -> None:
     for seed in range(10):
-        served, requests = load(random.Random(f"fine {seed}"))
-        diagnosis = diagnose(served.records(requests))
+        server, requests = load(random.Random(f"fine {seed}"))
+        diagnosis = diagnose(server.records(requests))
         assert (diagnosis.verdict, diagnosis.findings) == ("healthy", []), seed
 
 
 def test_few_requests_are_insufficient_evidence() -> None:
-    served, requests = healthy(random.Random(1))
-    diagnosis = diagnose(served.records(requests[:5]))
+    server, requests = healthy(random.Random(1))
+    diagnosis = diagnose(server.records(requests[:5]))
     assert diagnosis.verdict == "insufficient" and "at least 12" in diagnosis.note
 
 
 def test_evidence_names_the_longest_interferer_first() -> None:
-    served, requests = healthy(random.Random(3))
-    served.prompt_token = 0.1
+    server, requests = healthy(random.Random(3))
+    server.prompt_token = 0.1
     requests[20].prompt = requests[40].prompt = 4000
-    records = served.records(requests)
+    records = server.records(requests)
     finding = first_finding(records)
     assert (finding.symptom, finding.cause) == ("stutter", "interference")
     assert re.search("trace 0{6}[0-9a-f]{26} and", finding.evidence[-1]), "both"
@@ -185,28 +186,28 @@ def test_evidence_names_the_longest_interferer_first() -> None:
     assert f"trace {'ff' * 16} " in first_finding(records).evidence[-1]
 
 
-def collected(draw: Draw) -> tuple[Served, list[Asked]]:
-    served, requests = healthy(draw)
-    served.pauses = [(at * 300.0, 200.0) for at in range(10)]
-    return served, requests
+def collected(draw: Draw) -> tuple[SimulatedServer, list[ClientRequest]]:
+    server, requests = healthy(draw)
+    server.pauses = [(at * 300.0, 200.0) for at in range(10)]
+    return server, requests
 
 
-def blocked_loop(draw: Draw) -> tuple[Served, list[Asked]]:
-    served, requests = healthy(draw)
-    served.blocked_loop = [(at * 300.0, 250.0) for at in range(10)]
-    return served, requests
+def blocked_loop(draw: Draw) -> tuple[SimulatedServer, list[ClientRequest]]:
+    server, requests = healthy(draw)
+    server.blocked_loop = [(at * 300.0, 250.0) for at in range(10)]
+    return server, requests
 
 
-def blocked_before_the_engine(draw: Draw) -> tuple[Served, list[Asked]]:
-    served, requests = Served(), steady(draw, every=5000)
+def blocked_before_the_engine(draw: Draw) -> tuple[SimulatedServer, list[ClientRequest]]:
+    server, requests = SimulatedServer(), steady(draw, every=5000)
     for request in requests[10:16]:
         request.before_ms = 305.0
-        served.blocked_loop.append((request.at + 2, 300.0))
-    return served, requests
+        server.blocked_loop.append((request.at + 2, 300.0))
+    return server, requests
 
 
-def cold_start(draw: Draw) -> tuple[Served, list[Asked]]:
-    return Served(cold_ms=3000.0), steady(draw, every=5000)
+def cold_start(draw: Draw) -> tuple[SimulatedServer, list[ClientRequest]]:
+    return SimulatedServer(cold_ms=3000.0), steady(draw, every=5000)
 
 
 @pytest.mark.parametrize(
@@ -219,50 +220,50 @@ def cold_start(draw: Draw) -> tuple[Served, list[Asked]]:
     ],
 )
 def test_cause_of_a_symptom_determines_the_change(load: Load, symptom: str, cause: str, change: str) -> None:
-    served, requests = load(random.Random(3))
-    finding = first_finding(served.records(requests))
+    server, requests = load(random.Random(3))
+    finding = first_finding(server.records(requests))
     assert (finding.symptom, finding.cause) == (symptom, cause)
     assert change in finding.change
 
 
 def test_blocked_loop_makes_no_step_slow() -> None:
-    served, requests = blocked_loop(random.Random(3))
-    records = served.records(requests)
+    server, requests = blocked_loop(random.Random(3))
+    records = server.records(requests)
     assert not any("event_loop" in record.breakdown.causes for record in records if record.breakdown)
 
 
 def test_loop_delay_caused_by_gc_is_dropped() -> None:
-    served, requests = healthy(random.Random(3))
-    served.pauses = [(at * 300.0, 200.0) for at in range(10)]
-    paused = {pause for record in served.records(requests) for pause in record.pauses}
-    served.blocked_loop = [(p.started_at / 1e6 + 1, (p.ended_at - p.started_at) / 1e6 - 1) for p in paused]
-    assert [finding.cause for finding in diagnose(served.records(requests)).findings] == ["gc"]
+    server, requests = healthy(random.Random(3))
+    server.pauses = [(at * 300.0, 200.0) for at in range(10)]
+    paused = {pause for record in server.records(requests) for pause in record.pauses}
+    server.blocked_loop = [(p.started_at / 1e6 + 1, (p.ended_at - p.started_at) / 1e6 - 1) for p in paused]
+    assert [finding.cause for finding in diagnose(server.records(requests)).findings] == ["gc"]
 
 
 # ── similar symptoms ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_short_prefill_is_not_a_symptom() -> None:
-    served = Served(base=7, prompt_token=0.033)
-    requests = [Asked(at * 2500.0, 1500, 200) for at in range(40)]
-    assert diagnose(served.records(requests)).verdict == "healthy"
+    server = SimulatedServer(base=7, prompt_token=0.033)
+    requests = [ClientRequest(at * 2500.0, 1500, 200) for at in range(40)]
+    assert diagnose(server.records(requests)).verdict == "healthy"
 
 
 def test_burst_of_ordinary_prompts_is_peak_not_prefill() -> None:
     draw = random.Random(5)
-    served = Served(max_batch=4, prompt_token=0.05, noise=0.01)
-    requests = [Asked(at * 700.0 + draw.uniform(0, 200), 3000, 12) for at in range(100)]
-    requests += [Asked(requests[50].at + draw.uniform(0, 300), 3000, 12) for _ in range(20)]
-    assert diagnose(served.records(requests)).verdict == "peak"
+    server = SimulatedServer(max_batch=4, prompt_token=0.05, noise=0.01)
+    requests = [ClientRequest(at * 700.0 + draw.uniform(0, 200), 3000, 12) for at in range(100)]
+    requests += [ClientRequest(requests[50].at + draw.uniform(0, 300), 3000, 12) for _ in range(20)]
+    assert diagnose(server.records(requests)).verdict == "peak"
 
 
 def test_requests_before_the_recording_make_no_peak() -> None:
     """Of the requests that began before the recording, only the unfinished ones are known, so later load looks higher."""
-    served, requests = Served(max_batch=3), steady(random.Random(1), 150, every=87)
+    server, requests = SimulatedServer(max_batch=3), steady(random.Random(1), 150, every=87)
     for request in requests:
         request.at += 600_000
-    (survivor,) = Served().records([Asked(0, 32, 80_000)])
-    records, began = [survivor, *served.records(requests)], 600_000 * MS
+    (survivor,) = SimulatedServer().records([ClientRequest(0, 32, 80_000)])
+    records, began = [survivor, *server.records(requests)], 600_000 * MS
     assert survivor.ended_at > began
     assert diagnose(records).verdict == "peak"
     assert diagnose(records, began).verdict == "queueing"
@@ -346,9 +347,12 @@ def test_one_chat_among_embeddings_changes_no_verdict() -> None:
 
 def test_host_time_of_some_requests_is_no_finding() -> None:
     """Every step has 6 ms of device idle time. It is known for a third of the streams and for all with a pause."""
-    served, requests = Served(base=20, each=0, noise=0), [Asked(at * 2000.0, 32, 40) for at in range(60)]
-    served.pauses = [(at * 2000.0 + 300, 70.0) for at in range(0, 60, 10)]
-    records = served.records(requests)
+    server, requests = (
+        SimulatedServer(base=20, each=0, noise=0),
+        [ClientRequest(at * 2000.0, 32, 40) for at in range(60)],
+    )
+    server.pauses = [(at * 2000.0 + 300, 70.0) for at in range(0, 60, 10)]
+    records = server.records(requests)
     for number, record in enumerate(records):
         if number % 3 and number % 10:
             continue
@@ -415,18 +419,20 @@ def test_failed_requests_count_as_running() -> None:
 
 def test_few_long_streams_do_not_explain_queueing() -> None:
     draw = random.Random(4)
-    served = Served(max_batch=16, noise=0.01)
-    requests = [Asked(at * 21.0, 32, draw.randint(28, 36)) for at in range(1000)]
+    server = SimulatedServer(max_batch=16, noise=0.01)
+    requests = [ClientRequest(at * 21.0, 32, draw.randint(28, 36)) for at in range(1000)]
     for request in requests[::33]:
         request.tokens = 240
-    finding = first_finding(served.records(requests))
+    finding = first_finding(server.records(requests))
     assert finding.symptom == "queueing"
 
 
 def test_unfinished_requests_count_as_running() -> None:
     """An unfinished stream holds the slots of the others until long after the recording's end."""
-    served = Served(max_batch=1)
-    heavy, *light = served.records([Asked(0, 32, 400), *(Asked(10, 16, 4) for _ in range(14))])
+    server = SimulatedServer(max_batch=1)
+    heavy, *light = server.records(
+        [ClientRequest(0, 32, 400), *(ClientRequest(10, 16, 4) for _ in range(14))]
+    )
     light = [record for record in [heavy, *light] if record.output_tokens < 100]
     began = min(stage.started_at for stage in heavy.stages if stage.name == "prefill")
     assert symptoms(light)[0] == "batching", "no other request is known to have run"

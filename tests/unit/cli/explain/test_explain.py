@@ -15,7 +15,7 @@ from otel_infer import semconv
 from otel_infer.cli import main
 from otel_infer.ringbuffer import events
 from otel_infer.sidecar.recording import file
-from tests.support.served_load import Asked, Served
+from tests.support.served_load import ClientRequest, SimulatedServer
 from tests.unit.analysis.diagnosis.test_rules import before_the_engine, healthy
 
 
@@ -26,8 +26,8 @@ def write_tape(path: Path, recorded_events: list[events.RecordedEvent], **option
     return path
 
 
-def recorded(path: Path, served: Served, load: list[Asked]) -> Path:
-    return write_tape(path, served.facts(load))
+def recorded(path: Path, server: SimulatedServer, load: list[ClientRequest]) -> Path:
+    return write_tape(path, server.simulate(load))
 
 
 def iter_kind(recorded_events: list[events.RecordedEvent], kind: type[Any]) -> Iterator[events.RecordedEvent]:
@@ -60,8 +60,8 @@ def test_tape_is_explained_with_evidence_and_first_change(
 def test_verdict_without_findings_is_printed(
     requests: int, verdict: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    served, load = healthy(random.Random(1))
-    path = recorded(tmp_path / "a.tape", served, load[:requests])
+    server, load = healthy(random.Random(1))
+    path = recorded(tmp_path / "a.tape", server, load[:requests])
     assert main(["explain", str(path)]) == 0
     assert f"\n{verdict}: " in capsys.readouterr().out
 
@@ -91,12 +91,12 @@ def test_request_is_found_by_its_trace_id(slow: Path, capsys: pytest.CaptureFixt
 
 
 def test_span_id_selects_a_request_of_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    served, load = healthy(random.Random(1))
+    server, load = healthy(random.Random(1))
     recorded_events = [
         entry._replace(event=entry.event._replace(trace_id=b"t" * 16))
         if isinstance(entry.event, events.RequestArrived)
         else entry
-        for entry in served.facts(load[:3])
+        for entry in server.simulate(load[:3])
     ]
     write_tape(tmp_path / "a.tape", recorded_events)
     spans = [entry.event.span_id.hex() for entry in iter_kind(recorded_events, events.RequestArrived)]
@@ -111,8 +111,8 @@ def test_requests_before_the_tape_period_are_not_counted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Such a request can still be explained by its id."""
-    served, load = healthy(random.Random(1))
-    recorded_events = served.facts(load)
+    server, load = healthy(random.Random(1))
+    recorded_events = server.simulate(load)
     ends = sorted(iter_kind(recorded_events, events.RequestEnded), key=lambda entry: entry.event.at)
     path = write_tape(tmp_path / "a.tape", recorded_events, began_at=ends[9].event.at)
     assert main(["explain", str(path), "--json"]) == 0
@@ -163,8 +163,8 @@ def test_two_tapes_are_compared_by_stage(slow: Path, fine: Path, capsys: pytest.
 def test_infinite_bounds_are_null_in_json(
     slow: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    served, load = healthy(random.Random(1))
-    few = recorded(tmp_path / "few.tape", served, load[:3])
+    server, load = healthy(random.Random(1))
+    few = recorded(tmp_path / "few.tape", server, load[:3])
     assert main(["explain", str(few), "--against", str(slow), "--json"]) == 0
     out = capsys.readouterr().out
     assert "Infinity" not in out
@@ -172,8 +172,8 @@ def test_infinite_bounds_are_null_in_json(
 
 
 def test_tenants_with_most_requests_have_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    served, load = before_the_engine(random.Random(2))
-    recorded_events = served.facts(load)
+    server, load = before_the_engine(random.Random(2))
+    recorded_events = server.simulate(load)
     names = ["[acme]", "b", "c", "d", "e", "f", "[acme]"]
     attributes = [
         events.RecordedEvent(

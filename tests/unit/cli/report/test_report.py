@@ -31,7 +31,7 @@ from otel_infer.export.console import format_duration
 from otel_infer.ringbuffer.events import ERROR, AttributeSet, EngineSeen, RecordedEvent
 from otel_infer.sidecar.recording import file
 from tests.support.pages import Page
-from tests.support.served_load import Asked, Served
+from tests.support.served_load import ClientRequest, SimulatedServer
 from tests.support.story import Story, ids, ms, ns
 from tests.support.trace_events import read_as_trace
 
@@ -45,16 +45,16 @@ HOSTILE = (
 )  # fmt: skip
 
 
-def stutter(requests: int = 80, seed: int = 7) -> tuple[Served, list[Asked]]:
+def stutter(requests: int = 80, seed: int = 7) -> tuple[SimulatedServer, list[ClientRequest]]:
     """Returns a load with rare long prompts and two garbage collections."""
     draw = random.Random(seed)
     at, load = 0.0, []
     for _ in range(requests):
         at += draw.expovariate(1 / 70)
-        load.append(Asked(at, draw.randint(16, 64), draw.randint(24, 90)))
+        load.append(ClientRequest(at, draw.randint(16, 64), draw.randint(24, 90)))
     for arrival in draw.sample(load, requests // 12):
         arrival.prompt = draw.randint(1500, 3500)
-    return Served(prompt_token=0.06, seed=5, pauses=[(at * 0.3, 120), (at * 0.7, 90)]), load
+    return SimulatedServer(prompt_token=0.06, seed=5, pauses=[(at * 0.3, 120), (at * 0.7, 90)]), load
 
 
 def recorded(path: Path, recorded_events: list[RecordedEvent]) -> Path:
@@ -68,8 +68,8 @@ def recorded(path: Path, recorded_events: list[RecordedEvent]) -> Path:
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    served, load = stutter()
-    return recorded(tmp_path_factory.mktemp("tapes") / "stutter.tape", served.facts(load))
+    server, load = stutter()
+    return recorded(tmp_path_factory.mktemp("tapes") / "stutter.tape", server.simulate(load))
 
 
 @pytest.fixture(scope="module")
