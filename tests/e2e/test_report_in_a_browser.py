@@ -65,9 +65,9 @@ def test_page_shows_verdict_and_strip_of_opened_request(
 
 
 def test_markup_in_names_loads_and_runs_nothing(other_server: tuple[str, list[str]], tmp_path: Path) -> None:
-    server, requested_paths = other_server
+    other_url, requested_paths = other_server
     script = "document.title='run';document.body.id='run'"
-    name = f'</script><script>{script}</script><img src={server}/i onerror="{script}"><link rel=stylesheet href={server}/c>'
+    name = f'</script><script>{script}</script><img src={other_url}/i onerror="{script}"><link rel=stylesheet href={other_url}/c>'
     server, load = stutter(20)
     renamed_events = [
         event._replace(event=event.event._replace(model=name))
@@ -89,16 +89,16 @@ def test_markup_in_names_loads_and_runs_nothing(other_server: tuple[str, list[st
 def test_policy_blocks_injected_markup(
     other_server: tuple[str, list[str]], tmp_path: Path, guarded: bool
 ) -> None:
-    server, requested_paths = other_server
+    other_url, requested_paths = other_server
     server, load = stutter(20)
     out, _ = build_report(recorded(tmp_path / "a.tape", server.simulate(load)), tmp_path)
-    script = f"document.body.id='run';fetch('{server}/f')"
-    injected = f'<script>{script}</script><img src="{server}/i" onerror="{script}">'
+    script = f"document.body.id='run';fetch('{other_url}/f')"
+    injected = f'<script>{script}</script><img src="{other_url}/i" onerror="{script}">'
     text = out.read_text().replace("<main>", "<main>" + injected)
     out.write_text(text if guarded else text.replace("Content-Security-Policy", "x"))
     dom, urls = dump_page(out.as_uri(), tmp_path)
     assert ('id="run"' in dom) is not guarded
-    assert ("/i" in requested_paths) is (f"{server}/i" in urls) is not guarded
+    assert ("/i" in requested_paths) is (f"{other_url}/i" in urls) is not guarded
     assert bool(requested_paths or urls) is not guarded
 
 
