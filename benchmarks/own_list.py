@@ -21,9 +21,9 @@ from otel_infer import _clock
 from otel_infer._bootstrap import install
 from otel_infer.instrumentation.hooks.probe import Hook
 from otel_infer.ringbuffer import events
+from otel_infer.ringbuffer.arena import MemoryArena
 from otel_infer.ringbuffer.batch_writer import BatchWriter
 from otel_infer.ringbuffer.recorder import recorder
-from otel_infer.ringbuffer.writer import MemoryArena
 from otel_infer.tracing import request_span, start
 
 

@@ -41,9 +41,9 @@ from otel_infer.export.sampling.tail_sampler import TailSampler
 from otel_infer.export.spans import tree
 from otel_infer.instrumentation import registry
 from otel_infer.instrumentation.hooks.instrumentor import Instrumentor
+from otel_infer.ringbuffer.arena import MemoryArena
 from otel_infer.ringbuffer.merged_reader import MergedReader
 from otel_infer.ringbuffer.recorder import recorder
-from otel_infer.ringbuffer.writer import MemoryArena
 from otel_infer.tracing import request_span, span_ids
 
 __all__ = ["Captured", "capture"]

@@ -25,8 +25,8 @@ from otel_infer.instrumentation.hooks import probe
 from otel_infer.instrumentation.hooks.instrumentor import Instrumentor, InstrumentorStatus
 from otel_infer.instrumentation.torch import cuda_graphs
 from otel_infer.ringbuffer import directory, layout
+from otel_infer.ringbuffer.arena import Arena, FileArena, MemoryArena, RingUnavailable
 from otel_infer.ringbuffer.recorder import SERVER, recorder
-from otel_infer.ringbuffer.writer import Arena, FileArena, MemoryArena, RingUnavailable
 from otel_infer.sidecar import launcher
 from otel_infer.tracing import process_start, request_span, span_ids, start
 

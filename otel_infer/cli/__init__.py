@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from otel_infer._version import VERSION
+from otel_infer.cli.errors import CommandError
 from otel_infer.config.settings import SETTINGS, InvalidSetting
 
 BROKEN_PIPE_STATUS = 128 + signal.SIGPIPE
@@ -46,6 +47,7 @@ def build_parser() -> argparse.ArgumentParser:
         module = importlib.import_module(f"otel_infer.cli.{MODULES.get(name, name)}")
         subparser = commands.add_parser(name, help=summary, description=module.__doc__)
         subparser.formatter_class = argparse.RawDescriptionHelpFormatter
+        subparser.set_defaults(run=module.run)
         module.add_arguments(subparser)
     return parser
 
@@ -58,10 +60,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.print_help()
         return 2
     try:
-        status: int = importlib.import_module(
-            f"otel_infer.cli.{MODULES.get(parsed.command, parsed.command)}"
-        ).run(parsed)
+        status: int = parsed.run(parsed)
         sys.stdout.flush()
+    except CommandError as error:
+        print(f"otel-infer {parsed.command}: {error}", file=sys.stderr)
+        return 2
     except InvalidSetting as error:
         print(f"otel-infer: {error}", file=sys.stderr)
         return 2

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from otel_infer.cli import grafana, prometheus_check
+from otel_infer.cli.errors import CommandError
 from otel_infer.monitoring.alerts import burn_rate_rules, grafana_rules, slo_spec
 
 PROMETHEUS, GRAFANA = "prometheus", "grafana"
@@ -109,7 +110,5 @@ def _import_yaml() -> Any:
     try:
         import yaml
     except ImportError:
-        raise slo_spec.InvalidSloSpec(
-            "YAML support is not installed; run pip install 'otel-infer[alerts]'"
-        ) from None
+        raise CommandError("YAML support is not installed; run pip install 'otel-infer[alerts]'") from None
     return yaml

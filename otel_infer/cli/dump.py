@@ -17,6 +17,7 @@ from datetime import datetime
 from pathlib import Path
 
 from otel_infer.cli import running_server
+from otel_infer.cli.errors import CommandError
 from otel_infer.sidecar.recording import dump_request, file
 
 
@@ -31,13 +32,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Requests a tape from the sidecar, waits for it and copies it.
 
-    Returns 2 if there is no such sidecar or tape.
+    Returns 2 if the tape cannot be written. Raises `CommandError`.
     """
     out = Path(arguments.out or f"otel_infer-{datetime.now():%Y%m%d-%H%M%S}.tape")
     try:
         folder = running_server.find_server_folder(arguments.rings, arguments.server)
         if not os.access(out.parent, os.W_OK | os.X_OK) or out.is_dir():
-            raise dump_request.DumpFailed(f"{out}: cannot be written")
+            raise CommandError(f"{out}: cannot be written")
         with running_server.open_dump(folder) as tape:
             _copy_recording(tape, out)
         header = file.read_header(out)

@@ -30,12 +30,16 @@ class PrometheusError(Exception):
 
 
 class QueryResult(NamedTuple):
-    """The result of one query: the panel or rule, the outcome (`data`, `empty`, `error`), and the reason."""
+    """The result of one query: the panel or rule, the outcome (`data`, `empty`, `error`), and the reason.
+
+    `has_series`: False if Prometheus has no series of a name in the query.
+    """
 
     location: str
     outcome: str
     reason: str
     expr: str
+    has_series: bool = True
 
 
 class PrometheusClient:
@@ -110,11 +114,11 @@ def _check_query(client: PrometheusClient, names: set[str], location: str, expr:
         return QueryResult(location, ERROR, str(error), expr)
     missing = sorted(_extract_series(expr) - names)
     reason = f"no series {', '.join(missing)}" if missing else "the series exist, but no value matches"
-    return QueryResult(location, EMPTY, reason, expr)
+    return QueryResult(location, EMPTY, reason, expr, has_series=not missing)
 
 
 def _classify_alert(result: QueryResult) -> QueryResult:
-    if result.outcome == EMPTY and not result.reason.startswith("no series"):
+    if result.outcome == EMPTY and result.has_series:
         return result._replace(outcome=DATA, reason="silent")
     return result._replace(reason=result.reason or "fires")
 

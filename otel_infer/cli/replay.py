@@ -20,6 +20,7 @@ from otel_infer.sidecar.recording import file
 
 if TYPE_CHECKING:
     from otel_infer.assembly.assembler import Assembler
+    from otel_infer.sidecar.pipeline import Pipeline
 
 SEND_TIMEOUT_S = 30.0
 _NEVER = 1 << 63
@@ -98,7 +99,7 @@ def read_recent_records(
     return [record for record in records if record.ended_at > began_at]
 
 
-def running_since(assembler: Assembler) -> list[int]:
+def find_running_since(assembler: Assembler) -> list[int]:
     """Returns for each unfinished running request when it was scheduled, or else arrived (monotonic ns)."""
     running = [
         request for request in assembler.open_requests.values() if request.is_running and not request.ended_at
@@ -151,7 +152,6 @@ def _format_record(record: RequestRecord) -> str:
 
 
 def _export_recording(path: Path) -> int:
-    from otel_infer import _clock
     from otel_infer._bootstrap.install import detect_resource
     from otel_infer.ringbuffer.merged_reader import MergedReader
     from otel_infer.sidecar.main import make_pipeline
@@ -163,6 +163,22 @@ def _export_recording(path: Path) -> int:
         )
     )
     pipeline = make_pipeline(settings, detect_resource(), MergedReader(), show=False)
+    _feed_recording(path, pipeline)
+    sender = pipeline.sender
+    if sender is None:
+        print("otel-infer replay: OTEL_TRACES_EXPORTER is none, so nothing was sent", file=sys.stderr)
+        return 2
+    refused = sum(sender.lost.values())
+    print(f"{pipeline.requests} requests, {sender.accepted} spans accepted, {refused} refused")
+    if refused:
+        print(f"otel-infer replay: the destination refused spans: {sender.last_refusal}", file=sys.stderr)
+    return 1 if refused else 0
+
+
+def _feed_recording(path: Path, pipeline: Pipeline) -> None:
+    """Exports the events of a tape through the pipeline, and closes it."""
+    from otel_infer import _clock
+
     horizon = 0
     for batch in file.read_batches(path):
         horizon = batch.horizon
@@ -176,12 +192,3 @@ def _export_recording(path: Path) -> int:
     pipeline.flush(SEND_TIMEOUT_S)
     pipeline.run_cycle(_clock.now(), final=True)
     pipeline.close(SEND_TIMEOUT_S)
-    sender = pipeline.sender
-    if sender is None:
-        print("otel-infer replay: OTEL_TRACES_EXPORTER is none, so nothing was sent", file=sys.stderr)
-        return 2
-    refused = sum(sender.lost.values())
-    print(f"{pipeline.requests} requests, {sender.accepted} spans accepted, {refused} refused")
-    if refused:
-        print(f"otel-infer replay: the destination refused spans: {sender.last_refusal}", file=sys.stderr)
-    return 1 if refused else 0

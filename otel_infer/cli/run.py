@@ -22,7 +22,7 @@ from otel_infer import _clock
 from otel_infer._bootstrap.install import detect_resource
 from otel_infer.config.environment import Config, child_environment, from_env, prepend_python_path
 from otel_infer.ringbuffer import directory, layout
-from otel_infer.ringbuffer.writer import RingUnavailable
+from otel_infer.ringbuffer.arena import RingUnavailable
 from otel_infer.sidecar import launcher
 
 FORWARDED_SIGNALS = (
@@ -133,7 +133,7 @@ class Supervisor:
             signal.signal(number, self._handle_signal)
         environment = {**child_environment(), **variables}
         if self._settings.exports:
-            environment = {**server_environment(self._prepare_sidecar(changes)), **variables}
+            environment = {**make_server_environment(self._prepare_sidecar(changes)), **variables}
         try:
             with open(log, "wb") if log else contextlib.nullcontext() as output:
                 self._server = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
@@ -287,7 +287,7 @@ class Supervisor:
             self._sidecar = launcher.start_sidecar(self._folder, self._settings, detect_resource())
 
 
-def server_environment(changes: dict[str, str]) -> dict[str, str]:
+def make_server_environment(changes: dict[str, str]) -> dict[str, str]:
     """Returns the environment of the server: our variables, and our `sitecustomize` first on PYTHONPATH."""
     environment = child_environment(**changes)
     bootstrap = str(Path(__file__).parent.parent / "_bootstrap" / "site")

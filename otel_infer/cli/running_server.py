@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from otel_infer.cli.errors import CommandError
 from otel_infer.config import environment
 from otel_infer.ringbuffer import directory
 from otel_infer.sidecar.recording import dump_request
@@ -24,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def find_server_folder(rings: str | None, server: str | None) -> Path:
-    """Returns the folder of the selected server; raises `DumpFailed` unless exactly one matches."""
+    """Returns the folder of the selected server; raises `CommandError` unless exactly one matches."""
     configured = rings or environment.from_env().rings
     base = Path(configured) if configured else directory.BASE
     servers = {folder: directory.list_writer_pids(folder) for folder in directory.find_served_folders(base)}
@@ -38,7 +39,7 @@ def find_server_folder(rings: str | None, server: str | None) -> Path:
         return next(iter(servers))
     if not servers:
         of_server = f" of a server with process {server}" if server is not None else ""
-        raise dump_request.DumpFailed(
+        raise CommandError(
             f"no sidecar{of_server} is running below {base}; it starts with the first request of an instrumented "
             "server, and in-process mode has none"
         )
@@ -46,7 +47,7 @@ def find_server_folder(rings: str | None, server: str | None) -> Path:
         f"  --server {_server_label(folder, pids)}   {_read_command_line(pids)}"
         for folder, pids in servers.items()
     ]
-    raise dump_request.DumpFailed("several servers run here, select one:\n" + "\n".join(lines))
+    raise CommandError("several servers run here, select one:\n" + "\n".join(lines))
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from pathlib import Path
 from otel_infer._bootstrap.install import detect_resource
 from otel_infer.config import environment
 from otel_infer.ringbuffer import directory
-from otel_infer.ringbuffer.writer import RingUnavailable
+from otel_infer.ringbuffer.arena import RingUnavailable
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

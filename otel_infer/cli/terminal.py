@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -17,9 +16,9 @@ from rich.text import Text
 from otel_infer import semconv
 from otel_infer.assembly.engine.device_steps import BY_EVENT
 from otel_infer.assembly.records.request import RequestRecord, Stage
+from otel_infer.cli.latency import collect_latencies
 from otel_infer.export.console import format_duration
 from otel_infer.export.spans.tree import request_name
-from otel_infer.ringbuffer import events
 
 BARS = "▁▂▃▄▅▆▇█"
 PIPED_WIDTH = 10_000
@@ -40,7 +39,7 @@ def make_console() -> Console:
     return console if console.is_terminal else Console(highlight=False, width=PIPED_WIDTH, no_color=True)
 
 
-def stages_table(records: Sequence[RequestRecord]) -> Table:
+def make_stages_table(records: Sequence[RequestRecord]) -> Table:
     """Returns a table of the stages: p50, p95, p99 and share of all request time.
 
     It has GPU columns (time and bottleneck) if a GPU was timed in at least one stage.
@@ -73,7 +72,7 @@ def stages_table(records: Sequence[RequestRecord]) -> Table:
     return table
 
 
-def device_line(records: Sequence[RequestRecord]) -> str:
+def format_device_line(records: Sequence[RequestRecord]) -> str:
     """Returns a sentence on the GPU timing: the number of timed steps and the error bound of each instant."""
     stages = [stage for record in records for stage in record.stages if _gpu_time(stage)]
     if not stages:
@@ -112,21 +111,13 @@ def _gpu_columns(stages: Sequence[tuple[int, str] | None]) -> tuple[str, ...]:
     return p50, p99, bottleneck
 
 
-def latency_table(records: Sequence[RequestRecord]) -> Table:
+def make_latency_table(records: Sequence[RequestRecord]) -> Table:
     """Returns a table of TTFT, inter-token latency and end-to-end latency of successful requests."""
-    good = [record for record in records if record.outcome == events.OK]
-    gaps = np.concatenate([[], *(record.gaps_ns() for record in good)])
     table = _make_table("client-side latency", "latency", "values", "p50", "p95", "p99", "max")
-    rows: tuple[tuple[str, Any], ...] = (
-        ("time to first token", [record.ttft_ns for record in good if record.ttft_ns]),
-        ("between tokens", gaps),
-        ("end to end", [record.duration_ns for record in good]),
-    )
-    for name, values in rows:
-        if len(values):
-            table.add_row(
-                name, str(len(values)), *_format_quantiles(values), format_duration(int(np.max(values)))
-            )
+    for name, values in collect_latencies(records):
+        table.add_row(
+            name, str(len(values)), *_format_quantiles(values), format_duration(int(np.max(values)))
+        )
     return table
 
 

@@ -9,12 +9,12 @@ from otel_infer.ringbuffer.recorder import recorder
 
 
 class StepWork:
-    """A step of an engine in process `pid`, or this rank's part of it. `log`: as in `StepExecuted`."""
+    """A step of an engine in process `pid`, or this rank's part of it. `ring_number`: as in `StepExecuted`."""
 
     __slots__ = ("_step_ids",)
 
-    def __init__(self, engine: str, pid: int, rank: int, step: int, log: int) -> None:
-        self._step_ids = engine, pid, rank, step, log
+    def __init__(self, engine: str, pid: int, rank: int, step: int, ring_number: int) -> None:
+        self._step_ids = engine, pid, rank, step, ring_number
 
     def on_device(self, interval: DeviceInterval) -> None:
         started_at, ended_at, launched, queued, gap, bound = interval

@@ -124,9 +124,8 @@ class Timeline:
         """Returns the number of spans that have not been collected."""
         return len(self._pending)
 
-    @property
-    def has_new_spans(self) -> bool:
-        """Returns whether any span began since the last call."""
+    def take_new_span_flag(self) -> bool:
+        """Returns whether any span began since the last call, and clears the flag."""
         before, self._begun_seen = self._begun_seen, self.begun
         return self.begun != before
 

@@ -221,7 +221,10 @@ class _TimingThread(threading.Thread):
                 call()
             except Exception as error:
                 self._periodic_calls.remove(call)
-                log.warning("device memory is no longer recorded: %s", type(error).__name__)
+                log.warning(
+                    "a periodic measurement of a device failed and is no longer taken: %s",
+                    type(error).__name__,
+                )
         now = _clock.now()
         for device, timeline, slot in list(self._active_timelines):
             timeline.collect_spans()
@@ -235,7 +238,7 @@ class _TimingThread(threading.Thread):
                     )
                 else:
                     self._free_timelines.append((device, timeline))
-            elif self._clocks[device.index].is_due(now, timeline.has_new_spans):
+            elif self._clocks[device.index].is_due(now, timeline.take_new_span_flag()):
                 self._clocks[device.index].add_anchor()
 
     def _assign_timeline(self, device: Device, slot: weakref.ref[_ThreadSlot]) -> None:

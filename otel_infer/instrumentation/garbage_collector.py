@@ -20,14 +20,23 @@ from typing import Any
 from otel_infer import _clock
 from otel_infer.instrumentation.hooks.instrumentor import Instrumentor
 from otel_infer.instrumentation.hooks.probe import Hook
+from otel_infer.ringbuffer import events
 from otel_infer.ringbuffer.recorder import recorder
 
-CAUSE = "gc"
 MIN_PAUSE_NS = 1_000_000
 """Collections up to this length are not recorded: they are frequent and delay no request noticeably."""
 
+
+class _GcInstrumentor(Instrumentor):
+    """The instrumentor for gc, which also removes its deferred recorder."""
+
+    def remove(self) -> None:
+        recorder.deferred_recorders.pop(events.PAUSE_GC, None)
+        super().remove()
+
+
 # gc is a built-in module, so importing it costs nothing.
-instrumentor = Instrumentor("gc", "python", (gc.__name__,))
+instrumentor = _GcInstrumentor("gc", "python", (gc.__name__,))
 
 
 class _GcPauseRecorder(defaultdict[str, int]):
@@ -58,7 +67,7 @@ class _GcPauseRecorder(defaultdict[str, int]):
         started_at, stopped_at = self._started_at, self.pop("stopped_at", 0)
         if started_at and stopped_at - started_at > MIN_PAUSE_NS and self._hook.alive:
             try:
-                recorder.record_pause(CAUSE, started_at, stopped_at)
+                recorder.record_pause(events.PAUSE_GC, started_at, stopped_at)
             except Exception as exc:
                 self._hook.mark_failed(exc)
 
@@ -66,5 +75,5 @@ class _GcPauseRecorder(defaultdict[str, int]):
 @instrumentor.add_callback("gc:callbacks")
 def make_gc_callback(hook: Hook) -> Callable[..., Any]:
     pause_recorder = _GcPauseRecorder(hook)
-    recorder.deferred_recorders[CAUSE] = pause_recorder.record_last_pause
+    recorder.deferred_recorders[events.PAUSE_GC] = pause_recorder.record_last_pause
     return functools.partial(getattr, pause_recorder)

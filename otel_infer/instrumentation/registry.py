@@ -52,7 +52,10 @@ def load_instrumentors() -> list[Instrumentor]:
     ]
     for entry_point in metadata.entry_points(group=ENTRY_POINT_GROUP):
         try:
-            instrumentors.append(entry_point.load())
+            instrumentor = entry_point.load()
+            if not isinstance(instrumentor, Instrumentor):
+                raise TypeError(f"{entry_point.value} is not an Instrumentor")
+            instrumentors.append(instrumentor)
         except Exception as exc:  # an error in another distribution must not stop the server
             log.warning("instrumentor %s is not loaded: %s", entry_point.name, type(exc).__name__)
     for instrumentor in instrumentors:

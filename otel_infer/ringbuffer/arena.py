@@ -19,8 +19,9 @@ from otel_infer.ringbuffer.layout import RingSizes
 
 MAX_TOTAL_BYTES = 16 << 20
 """Limit for all rings of one server together."""
-MAX_SHARE_OF_FREE = 4
-MAX_SHARE_OF_REMAINING = 14
+FREE_DIVISOR = 4
+"""A ring takes at most this part (1/4) of the free shared memory."""
+REMAINING_DIVISOR = 14
 """A ring takes at most this part (1/14) of the remaining bytes. This allows three rings of full size, then
 ever smaller ones. In total 33 processes fit, with one request ring and one step ring each.
 """
@@ -91,13 +92,13 @@ class FileArena:
         the smallest rings may use up the rest.
         """
         remaining = self.remaining_bytes()
-        share = max(remaining // MAX_SHARE_OF_REMAINING, MIN_RING_BYTES)
+        share = max(remaining // REMAINING_DIVISOR, MIN_RING_BYTES)
         try:
             free = os.statvfs(self.directory)
         except OSError as error:
             raise RingUnavailable(f"{self.directory}: {error.strerror}") from None
         available = free.f_bavail * free.f_frsize
-        return size <= min(remaining, share, available // MAX_SHARE_OF_FREE)
+        return size <= min(remaining, share, available // FREE_DIVISOR)
 
     def remaining_bytes(self) -> int:
         try:
@@ -180,7 +181,7 @@ def choose_sizes(arena: Arena, size_of: Callable[[RingSizes], int]) -> RingSizes
             "(set OTEL_INFER_RINGS to another folder for some of its processes)"
         )
     raise SharedMemoryFull(
-        f"less than {smallest * MAX_SHARE_OF_FREE >> 10} KiB of shared memory is free "
+        f"less than {smallest * FREE_DIVISOR >> 10} KiB of shared memory is free "
         "(increase it: Docker --shm-size, Kubernetes emptyDir with medium Memory)"
     )
 

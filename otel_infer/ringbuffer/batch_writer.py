@@ -167,10 +167,10 @@ class BatchWriter:
             counter,
         )
 
-    def write_done_except(self, step: int, exceptions: Iterable[tuple[int, int]], discarded: int = 0) -> None:
+    def write_done_except(self, step: int, exceptions: Iterable[tuple[int, int]]) -> None:
         """Records a done step; `exceptions`: (position, tokens) of members without exactly one token."""
         pairs = [number for pair in exceptions for number in pair]
-        head = events.DONE_HEAD.pack(_now(), step, len(pairs) // 2, 0, discarded)
+        head = events.DONE_HEAD.pack(_now(), step, len(pairs) // 2, 0, 0)
         self._writer.write_record(events.DONE_CODE, head + array("I", pairs).tobytes())
 
     def clear_batch(self) -> None:

@@ -41,8 +41,8 @@ RESOURCE_ERRNOS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 STARTING_FILE = "starting"
 INSTANCE_FILE, SERVICE_FILE = "instance", "service"
 DUMP_PREFIX = "dump-"
-DUMP_REQUESTED, DUMP_DONE, DUMP_FAILED, DUMP_PART = ".asked", ".tape", ".refused", ".part"
-_DUMP_PATTERN = re.compile(r"dump-[0-9a-f]{16}\.(asked|tape|refused|part)")
+DUMP_REQUESTED, DUMP_DONE, DUMP_REJECTED, DUMP_PART = ".requested", ".tape", ".rejected", ".part"
+_DUMP_PATTERN = re.compile(r"dump-[0-9a-f]{16}\.(requested|tape|rejected|part)")
 ABANDONED_S = 3600.0
 START_TIMEOUT_S = 10.0
 _SERVER_FILES = frozenset((OWNER_LOCK, SIDECAR_LOCK, STARTING_FILE, INSTANCE_FILE, SERVICE_FILE))
@@ -51,9 +51,14 @@ _FLOCK = struct.Struct("hhqqi")
 """`struct flock` of 64-bit Linux: type, whence, start, length, pid."""
 
 
+def get_user_folder(base: Path = BASE) -> Path:
+    """Returns the path of this user's folder. The folder may not exist."""
+    return base / _user_folder_name()
+
+
 def ensure_user_folder(base: Path = BASE) -> Path:
     """Returns this user's folder; raises `RingUnavailable` if it cannot be created or has another owner."""
-    return ensure_private_folder(base / _user_folder_name())
+    return ensure_private_folder(get_user_folder(base))
 
 
 def ensure_private_folder(folder: Path) -> Path:
@@ -241,7 +246,7 @@ def find_served_folders(folders: Path) -> list[Path]:
 
     Folders in its `otel_infer-UID` of this user count too.
     """
-    candidates = [folders, folders / _user_folder_name()]
+    candidates = [folders, get_user_folder(folders)]
     for folder in list(candidates):
         try:
             subfolders = sorted(path for path in folder.iterdir() if path.is_dir())
@@ -285,11 +290,29 @@ def _is_own(folder: Path) -> bool:
     return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022
 
 
+def holds_dead_server(folder: Path) -> bool:
+    """Returns whether a folder holds the rings of a server that has ended, and no sidecar reads them."""
+    try:
+        rings = _list_complete_rings(folder)
+        return bool(rings) and not _is_in_use(folder, rings) and not is_held(folder / SIDECAR_LOCK)
+    except OSError:
+        return False
+
+
 def _is_abandoned(folder: Path) -> bool:
-    rings = [path for path in folder.iterdir() if path.suffix == layout.SUFFIX_REQUESTS and _is_written(path)]
-    if is_starting(folder) or is_held(folder / OWNER_LOCK) or any(is_held(ring) for ring in rings):
+    rings = _list_complete_rings(folder)
+    if _is_in_use(folder, rings):
         return False
     return bool(rings) or time.time() - folder.stat().st_mtime > ABANDONED_S
+
+
+def _list_complete_rings(folder: Path) -> list[Path]:
+    return [path for path in folder.iterdir() if path.suffix == layout.SUFFIX_REQUESTS and _is_written(path)]
+
+
+def _is_in_use(folder: Path, rings: list[Path]) -> bool:
+    """Returns whether a server or a starting sidecar uses the folder. A living process holds a lock."""
+    return is_starting(folder) or is_held(folder / OWNER_LOCK) or any(is_held(ring) for ring in rings)
 
 
 def _is_written(ring: Path) -> bool:

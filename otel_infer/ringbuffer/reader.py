@@ -19,7 +19,7 @@ from otel_infer.ringbuffer import events, layout
 
 Words = NDArray[np.uint64]
 
-HOLE_WAKES = 8
+MAX_HOLE_POLLS = 8
 """Polls for which a reserved but unwritten cell is awaited before it counts as torn."""
 PENDING_CELLS = 4096
 """Number of later cells after which an event with missing parts counts as torn."""
@@ -82,7 +82,7 @@ class RequestReader:
         self._window = np.arange(min(WINDOW, cells))
         self._next = 0
         self._complete = 0
-        self._hole_wakes = 0
+        self._hole_polls = 0
         self._pending: dict[int, tuple[int, dict[int, bytes]]] = {}
         self._taken_over = int(self.header.words[layout.W_PROCESSED_UNTIL]) > 0
         self._lost_by_writer = int(self.header.words[layout.W_LOST]) if self._taken_over else 0
@@ -194,16 +194,16 @@ class RequestReader:
             if broken is not None and broken[i]:
                 if cell[0] > int(counters[i]):
                     self.lost += 1
-                elif self._hole_wakes < HOLE_WAKES and not final:
-                    self._hole_wakes += 1
+                elif self._hole_polls < MAX_HOLE_POLLS and not final:
+                    self._hole_polls += 1
                     return recorded
                 else:
                     self.torn += 1
-                self._hole_wakes = 0
+                self._hole_polls = 0
                 self._next += 1
                 continue
             self._next += 1
-            self._hole_wakes = 0
+            self._hole_polls = 0
             self._decode_cell(recorded, *cell)
         if self._pending:
             self._expire_pending()

@@ -17,9 +17,10 @@ from typing import Any
 
 from otel_infer import _clock
 from otel_infer.ringbuffer import events, layout
+from otel_infer.ringbuffer.arena import Arena, RingUnavailable
 from otel_infer.ringbuffer.batch_writer import BatchWriter, HandleTable
 from otel_infer.ringbuffer.step_writer import StepWriter
-from otel_infer.ringbuffer.writer import Arena, RequestWriter, RingUnavailable
+from otel_infer.ringbuffer.writer import RequestWriter
 
 log = logging.getLogger("otel_infer")
 
@@ -75,15 +76,15 @@ class Recorder:
         ensure_reader: Callable[[], None],
         get_fallback_arena: Callable[[str], Arena | None],
         role: Callable[[], str] = lambda: SERVER,
-        born: Callable[[], events.ProcessStarted | None] = lambda: None,
+        get_process_start: Callable[[], events.ProcessStarted | None] = lambda: None,
     ) -> None:
         """Starts recording; the rings are created at the first event.
 
         `ensure_reader` is called after the rings are created, then at most once a second from the request
         path; it ensures that a reader runs. `get_fallback_arena` receives the reason why there is no shared
-        memory and may return another arena. `role` returns the role of this process in its server. `born`
-        returns the process start, or None if it is not to be recorded. Both are called when the rings are
-        created.
+        memory and may return another arena. `role` returns the role of this process in its server.
+        `get_process_start` returns the process start, or None if it is not to be recorded. Both are called
+        when the rings are created.
         """
         self._make_arena, self._ensure_reader, self._get_fallback_arena, self._detect_role = (
             make_arena,
@@ -91,7 +92,7 @@ class Recorder:
             get_fallback_arena,
             role,
         )
-        self._get_process_start = born
+        self._get_process_start = get_process_start
         self._hook_reports.clear()
         self._startup_events.clear()
         self.active = True
@@ -164,12 +165,18 @@ class Recorder:
         """Records the end of a request and frees its slot."""
         writer = self.requests
         if writer is not None and handle:
+            if self.deferred_recorders:
+                self._run_deferred_recorders()
             try:
-                if self.deferred_recorders:
-                    for record_deferred in list(self.deferred_recorders.values()):
-                        record_deferred()
                 writer.close_request(handle, ended)
             except Exception as error:  # the request continues unrecorded
+                self._report_lost_event(error)
+
+    def _run_deferred_recorders(self) -> None:
+        for record_deferred in list(self.deferred_recorders.values()):
+            try:
+                record_deferred()
+            except Exception as error:  # the end of the request is recorded nevertheless
                 self._report_lost_event(error)
 
     def record_pause(self, cause: str, started_at: int, ended_at: int) -> None:
@@ -213,10 +220,12 @@ class Recorder:
                 where.lineno,
             )
 
-    def report_hooks(self, integration: str, active: int, total: int) -> None:
-        """Records how many hooks are installed; held until there are rings, without creating them."""
+    def report_hooks(self, integration: str, active: int, due: int) -> None:
+        """Records how many of the `due` hooks are installed; held until there are rings, without creating
+        them.
+        """
         report = self._hook_reports[integration] = events.HooksReported(
-            _clock.now(), integration, active, total
+            _clock.now(), integration, active, due
         )
         self.record_process(report)
 
@@ -245,24 +254,27 @@ class Recorder:
                 return free.popleft().assign_to_thread()
             except IndexError:
                 pass
-        if (
-            self._is_step_recording_full
-            or (self.requests is None and self._make_rings() is None)
-            or self.arena is None
-        ):
+        if self._is_step_recording_full:
             return None
         try:
-            if len(self._batch_writers) >= MAX_STEP_RINGS:
-                raise RingUnavailable(f"more than {MAX_STEP_RINGS} step rings in one process")
-            number = next(self._ring_numbers)
-            writer = StepWriter(self.arena, f"{self._prefix}-{number}", engine)
+            return self._create_batch_writer(engine)
         except RingUnavailable as reason:
             # Otherwise every step would try again, and fail again.
             self._is_step_recording_full = True
             if self.requests is not None:
                 self.requests.words[layout.W_UNRECORDED] += 1
             log.warning("steps of %s are not recorded: %s", engine, reason)
+        except Exception as error:  # the engine continues unrecorded
+            self._report_lost_event(error)
+        return None
+
+    def _create_batch_writer(self, engine: str) -> BatchWriter | None:
+        if (self.requests is None and self._make_rings() is None) or self.arena is None:
             return None
+        if len(self._batch_writers) >= MAX_STEP_RINGS:
+            raise RingUnavailable(f"more than {MAX_STEP_RINGS} step rings in one process")
+        number = next(self._ring_numbers)
+        writer = StepWriter(self.arena, f"{self._prefix}-{number}", engine)
         batch_writer = BatchWriter(writer, HandleTable(), number)
         self._batch_writers.append(batch_writer)
         return batch_writer.assign_to_thread()
@@ -275,7 +287,7 @@ class Recorder:
             # The next run on this thread reuses it: a request's steps are easier to assemble from one ring.
             self._free_batch_writers.setdefault(engine, deque()).appendleft(writer)
 
-    # ── internals ────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── creation ─────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _make_rings(self) -> RequestWriter | None:
         """Returns this process's rings, created by the first thread that needs them; other threads wait.

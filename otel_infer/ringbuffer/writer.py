@@ -20,25 +20,8 @@ from typing import Any
 
 from otel_infer import _clock
 from otel_infer.ringbuffer import events, layout
-from otel_infer.ringbuffer.arena import (
-    MAX_TOTAL_BYTES,
-    Arena,
-    FileArena,
-    MemoryArena,
-    RingUnavailable,
-    choose_sizes,
-)
+from otel_infer.ringbuffer.arena import Arena, choose_sizes
 from otel_infer.ringbuffer.layout import RingSizes
-
-__all__ = [
-    "MAX_TOTAL_BYTES",
-    "Arena",
-    "FileArena",
-    "MemoryArena",
-    "RequestWriter",
-    "RingUnavailable",
-    "choose_sizes",
-]
 
 
 def write_header(memory: mmap.mmap, sizes: RingSizes, text: dict[str, Any]) -> memoryview:

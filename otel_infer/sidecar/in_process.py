@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 from otel_infer import _clock, semconv
 from otel_infer.config.environment import Config
 from otel_infer.export.provider import TracerProviderExporter
+from otel_infer.ringbuffer.arena import MemoryArena
 from otel_infer.ringbuffer.events import Value
 from otel_infer.ringbuffer.merged_reader import MergedReader
-from otel_infer.ringbuffer.writer import MemoryArena
 from otel_infer.sidecar.main import make_pipeline
 from otel_infer.sidecar.pipeline import CYCLE_NS, Pipeline
 from otel_infer.tracing import request_span

@@ -46,9 +46,7 @@ class RestartBackoff:
         self._started_at = now
 
 
-def start_sidecar(
-    folder: Path, settings: Config, resource: dict[str, Any], *, show: bool = False
-) -> subprocess.Popen[bytes]:
+def start_sidecar(folder: Path, settings: Config, resource: dict[str, Any]) -> subprocess.Popen[bytes]:
     """Starts the sidecar of the server whose rings are in `folder`; raises `SidecarStartError`.
 
     It is isolated (`-I`), in its own session, without the server's descriptors. Its configuration goes
@@ -59,9 +57,8 @@ def start_sidecar(
         "config": environment.to_json_dict(settings),
         "resource": resource,
         "path": [os.path.abspath(entry) for entry in sys.path if entry],
-        "show": show,
     }
-    uses_stderr = show or settings.console or settings.request_log == STDERR
+    uses_stderr = settings.console or settings.request_log == STDERR
     child: subprocess.Popen[bytes] | None = None
     try:
         child = subprocess.Popen(

@@ -33,7 +33,7 @@ class ProcessStartRecorder:
             now, wall_now = _clock.read_clocks()
             at = _clock.read_process_start() or self._created_at
             self._event = events.ProcessStarted(
-                at, wall_now - (now - at), *_resolve_ids(*request_span.span_factory.generate_ids())
+                at, wall_now - (now - at), *_create_and_export_ids(*request_span.span_factory.generate_ids())
             )
         return self._event
 
@@ -42,7 +42,7 @@ class ProcessStartRecorder:
         self._is_recorded = self._event is not None
 
 
-def _resolve_ids(trace_id: bytes, span_id: bytes) -> tuple[bytes, bytes, bytes]:
+def _create_and_export_ids(trace_id: bytes, span_id: bytes) -> tuple[bytes, bytes, bytes]:
     """Returns trace id, span id and parent span id of this start; parent zeros = none.
 
     A server exports its ids to the processes that it starts; their starts are children of its start.

@@ -47,8 +47,7 @@ class RequestFragment:
 
 _fragments: dict[bytes, RequestFragment] = {}
 """Fragments by span id: the sequences of one request share a fragment."""
-if hasattr(os, "register_at_fork"):  # a forked child has separate rings
-    os.register_at_fork(after_in_child=_fragments.clear)
+os.register_at_fork(after_in_child=_fragments.clear)  # a forked child has separate rings
 
 
 def join_request(headers: Mapping[str, str] | None) -> RequestFragment | None:

@@ -17,18 +17,19 @@ from otel_infer import _clock, semconv
 from otel_infer.ringbuffer import events
 from otel_infer.ringbuffer.recorder import recorder
 from otel_infer.tracing import context
-from otel_infer.tracing.context import detach as detach
 from otel_infer.tracing.pending_spans import PendingProviderSpans, end_spans
 from otel_infer.tracing.span_ids import LazySpanIds, Limits, SpanFactory, SpanIds
 
-_REQUEST_KEY = otel_context.create_key("otel_infer-request")
+REQUEST_KEY = otel_context.create_key("otel_infer-request")
 _EMPTY_CONTEXT = Context()
 
 
 class RequestSpan(trace.Span):
     """A request in flight: a live span of the API, through which instrumentors record the request's events.
 
-    All `*_at` are monotonic ns; 0 = not yet.
+    All `*_at` are monotonic ns; 0 = not yet. `tokenizing`: the engine tokenizes now and records that itself.
+    `has_server`: its parent is a SERVER span of this package. `inspect_next_chunk`: the next chunk of the
+    response may be the first, or the first with a token.
     """
 
     # Values that most requests never change are class attributes, which saves a store for each request.
@@ -38,7 +39,7 @@ class RequestSpan(trace.Span):
     detokenize_ns = 0
     _attribute_keys: set[str] | None = None
     _event_count = _link_count = 0
-    _has_error_status = _is_context_read = False
+    _has_error_status = _has_ok_status = _is_context_read = False
     _engine_error = _request_id = _response_id = ""
     _operation_names = ("", "", "")
     _context: SpanContext | None = None
@@ -49,9 +50,7 @@ class RequestSpan(trace.Span):
         """Creates the span of an opened request.
 
         `owner`: the instrumentor that closes it. `around`: the context that `attach` extends; it holds the
-        caller's baggage. `tokenizing`: the engine tokenizes now and records that itself. `has_server`: its
-        parent is a SERVER span of this package. `inspect_next_chunk`: the next chunk of the response may be
-        the first, or the first with a token.
+        caller's baggage.
         """
         self._span_ids, self.around = ids, around
         self.provider_spans = ids.provider_spans
@@ -255,11 +254,12 @@ class RequestSpan(trace.Span):
             self.record_event(events.NameUpdated(_clock.now(), str(name)))
 
     def set_status(self, status: Any, description: str | None = None) -> None:
+        """Sets the status. OK is final, as in the SDK: later calls are ignored."""
         code = getattr(status, "status_code", status)
         if code is trace.StatusCode.ERROR:
-            self._has_error_status = True
+            self._has_error_status = not self._has_ok_status
         elif code is trace.StatusCode.OK:
-            self._has_error_status, self._engine_error = False, ""
+            self._has_ok_status, self._has_error_status, self._engine_error = True, False, ""
 
     def record_exception(
         self,
@@ -268,8 +268,10 @@ class RequestSpan(trace.Span):
         timestamp: int | None = None,
         escaped: bool = False,
     ) -> None:
-        """Records the exception's type; its message never leaves the process."""
-        self.add_event("exception", {"exception.type": type(exception).__qualname__}, timestamp)
+        """Records the exception's type, with its module as in the SDK; its message never leaves the process."""
+        module, name = type(exception).__module__, type(exception).__qualname__
+        exception_type = f"{module}.{name}" if module and module != "builtins" else name
+        self.add_event("exception", {"exception.type": exception_type}, timestamp)
 
     def end(self, end_time: int | None = None) -> None:
         """Does nothing, because the span ends with its request, which its owner closes."""
@@ -279,7 +281,7 @@ class RequestSpan(trace.Span):
     def attach(self) -> Any:
         """Makes the request current here; returns the token for `detach`."""
         span = self if self.provider_spans is None else self.provider_spans[1]
-        return context.attach(Context({**self.around, _REQUEST_KEY: self, context.SPAN_KEY: span}))
+        return context.attach(Context({**self.around, REQUEST_KEY: self, context.SPAN_KEY: span}))
 
 
 ThreadOwner = tuple[RequestSpan, object]

@@ -74,12 +74,12 @@ class SpanIds(NamedTuple):
         return flags | (OWN_SERVER_SPAN if self.server is not None else 0)
 
 
-Caller = bytes
+RemoteParent = bytes
 """The parent span in another process: 26 bytes (version, trace id, span id, flags) of a `traceparent`.
 
 Empty = no parent.
 """
-NO_CALLER: Caller = b""
+NO_REMOTE_PARENT: RemoteParent = b""
 
 
 class LazySpanIds:
@@ -98,7 +98,7 @@ class LazySpanIds:
         parent_id: bytes,
         flags: int,
         own_server: bool,
-        parent: Caller | SpanContext | None = None,
+        parent: RemoteParent | SpanContext | None = None,
         trace_state: trace.TraceState | None = None,
     ) -> None:
         spans = _random_ids()
@@ -122,7 +122,7 @@ class LazySpanIds:
     def parent(self) -> SpanContext | None:
         """Returns the context of the parent span; None if there is none."""
         parent = self._parent
-        return caller_to_span_context(parent) if isinstance(parent, bytes) else parent
+        return to_span_context(parent) if isinstance(parent, bytes) else parent
 
     def _make_context(self, span_id: bytes) -> SpanContext:
         ids = int.from_bytes(self.ids[0], "big"), int.from_bytes(span_id, "big")
@@ -130,16 +130,16 @@ class LazySpanIds:
         return SpanContext(*ids, False, flags, self.trace_state)
 
 
-def ids_from_caller(caller: Caller, sampler: ConstantSampler) -> LazySpanIds:
-    """Returns the ids of a request below an own SERVER span below the caller's span."""
-    if not caller:
+def make_ids_below_remote(parent: RemoteParent, sampler: ConstantSampler) -> LazySpanIds:
+    """Returns the ids of a request below an own SERVER span below the remote parent."""
+    if not parent:
         flags = SAMPLED if sampler.root_sampled else 0
         return LazySpanIds(_random_ids(), _NO_ID, flags, True)
-    flags = SAMPLED if sampler.is_sampled(True, caller[25]) else 0
-    return LazySpanIds(caller[1:17], caller[17:25], flags | REMOTE_PARENT, True, caller)
+    flags = SAMPLED if sampler.is_sampled(True, parent[25]) else 0
+    return LazySpanIds(parent[1:17], parent[17:25], flags | REMOTE_PARENT, True, parent)
 
 
-def ids_from_parent(parent: SpanContext, sampler: ConstantSampler, own_server: bool) -> LazySpanIds:
+def make_ids_below_parent(parent: SpanContext, sampler: ConstantSampler, own_server: bool) -> LazySpanIds:
     """Returns the ids of a request below this span; of a new trace if the span is invalid."""
     # A span context is a tuple; unpacking it saves a call for each property.
     trace_id, span_id, is_remote, trace_flags, trace_state, is_valid = parent
@@ -155,12 +155,12 @@ def ids_from_parent(parent: SpanContext, sampler: ConstantSampler, own_server: b
     )
 
 
-def caller_to_span_context(caller: Caller) -> SpanContext | None:
-    """Returns the caller's span as a context of the API; None if there is no caller."""
-    if not caller:
+def to_span_context(parent: RemoteParent) -> SpanContext | None:
+    """Returns the remote parent as a context of the API; None if there is none."""
+    if not parent:
         return None
-    ids = int.from_bytes(caller[1:17], "big"), int.from_bytes(caller[17:25], "big")
-    return SpanContext(*ids, True, TraceFlags(caller[25]))
+    ids = int.from_bytes(parent[1:17], "big"), int.from_bytes(parent[17:25], "big")
+    return SpanContext(*ids, True, TraceFlags(parent[25]))
 
 
 class SpanFactory(Protocol):
@@ -177,8 +177,8 @@ class SpanFactory(Protocol):
         """
         ...
 
-    def create_from_caller(self, caller: Caller) -> LazySpanIds | None:
-        """Returns the ids of a request below an own SERVER span below this caller.
+    def create_below_remote(self, parent: RemoteParent) -> LazySpanIds | None:
+        """Returns the ids of a request below an own SERVER span below this remote parent.
 
         None where the sampler or the id generator needs more than the ids.
         """
@@ -202,7 +202,7 @@ class SdkSpanFactory:
     ) -> SpanIds | LazySpanIds:
         constant = self._constant_sampler
         if constant is not None and self._has_random_ids:
-            return ids_from_parent(parent_span, constant, own_server)
+            return make_ids_below_parent(parent_span, constant, own_server)
         trace_id = parent_span.trace_id if parent_span.is_valid else self._id_generator.generate_trace_id()
         kind = SpanKind.SERVER if own_server else SpanKind.INTERNAL
         result = self._sampler.should_sample(parent, trace_id, name, kind, None, None)
@@ -214,11 +214,11 @@ class SdkSpanFactory:
         server = SpanContext(trace_id, new(), False, flags, state) if own_server else None
         return SpanIds(request, server, parent_span if parent_span.is_valid else None, None)
 
-    def create_from_caller(self, caller: Caller) -> LazySpanIds | None:
+    def create_below_remote(self, parent: RemoteParent) -> LazySpanIds | None:
         constant = self._constant_sampler
         if constant is None or not self._has_random_ids:
             return None
-        return ids_from_caller(caller, constant)
+        return make_ids_below_remote(parent, constant)
 
     def generate_ids(self) -> tuple[bytes, bytes]:
         trace_id, span_id = self._id_generator.generate_trace_id(), self._id_generator.generate_span_id()
@@ -261,8 +261,7 @@ def _is_random_generator(ids: Any) -> bool:
 
 # Not the global generator, which applications seed: servers with the same seed would create the same ids.
 _rng = random.Random()
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_rng.seed)
+os.register_at_fork(after_in_child=_rng.seed)
 
 
 def _random_ids() -> bytes:
@@ -292,7 +291,7 @@ class ProviderSpanFactory:
             span.get_span_context(), own, parent_span if parent_span.is_valid else None, (server, span)
         )
 
-    def create_from_caller(self, caller: Caller) -> LazySpanIds | None:
+    def create_below_remote(self, parent: RemoteParent) -> LazySpanIds | None:
         return None
 
     def generate_ids(self) -> tuple[bytes, bytes]:
@@ -300,7 +299,7 @@ class ProviderSpanFactory:
         return os.urandom(16), os.urandom(8)
 
 
-def sampling_state(state: trace.TraceState) -> str:
+def select_sampling_fields(state: trace.TraceState) -> str:
     """Returns the sampling fields of a `tracestate` (OpenTelemetry specification, "TraceState handling").
 
     Backends scale counts by them. Vendors' fields are propagated, but not exported. Empty = no sampling

@@ -19,20 +19,19 @@ from otel_infer import _clock
 from otel_infer.ringbuffer import events
 from otel_infer.ringbuffer.recorder import recorder
 from otel_infer.tracing import context, request_span, span_ids
-from otel_infer.tracing.context import detach as detach
 from otel_infer.tracing.request_span import (
-    _REQUEST_KEY,
+    REQUEST_KEY,
     RequestSpan,
     ThreadOwner,
     pending_provider_spans,
     thread_owner,
 )
-from otel_infer.tracing.span_ids import Caller
+from otel_infer.tracing.span_ids import RemoteParent
 
 
 def current_request() -> RequestSpan | None:
     """Returns the current request; None if there is none or it has ended."""
-    request = otel_context.get_value(_REQUEST_KEY)
+    request = otel_context.get_value(REQUEST_KEY)
     return request if isinstance(request, RequestSpan) and not request.ended else None
 
 
@@ -90,7 +89,7 @@ def open_request(
     # `tuple.__new__` saves the call of the event's own `__new__`.
     arrived = tuple.__new__(events.RequestArrived, fields)
     request = RequestSpan(ids, recorder.open_request(arrived), arrived_at, owner, parent)
-    if ids.trace_state and (state := span_ids.sampling_state(ids.trace_state)):
+    if ids.trace_state and (state := span_ids.select_sampling_fields(ids.trace_state)):
         request.record_event(events.StateCarried(now, state))
     if ids.provider_spans is not None and request.handle:
         pending_provider_spans.add(arrived.span_id, ids.provider_spans)
@@ -99,18 +98,18 @@ def open_request(
     return request
 
 
-def open_request_from_caller(
-    caller: Caller, name: str, owner: str, around: Context, arrived_at: int
+def open_request_below_remote(
+    remote: RemoteParent, name: str, owner: str, around: Context, arrived_at: int
 ) -> RequestSpan | None:
-    """Opens a request below an own SERVER span, whose parent is the caller's span.
+    """Opens a request below an own SERVER span, whose parent is `remote`.
 
     Returns None while nothing records. `around`: a context without a span.
     """
     if request_span.span_factory is None or not recorder.active:
         return None
-    ids = request_span.span_factory.create_from_caller(caller)
+    ids = request_span.span_factory.create_below_remote(remote)
     if ids is None:
-        if (span := span_ids.caller_to_span_context(caller)) is not None:
+        if (span := span_ids.to_span_context(remote)) is not None:
             around = trace.set_span_in_context(NonRecordingSpan(span), around)
         return open_request(name, owner=owner, around=around, server=True, arrived_at=arrived_at)
     wall_at = _clock.wall_now() - _clock.now() + arrived_at

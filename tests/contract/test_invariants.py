@@ -38,11 +38,12 @@ from otel_infer.instrumentation import asgi
 from otel_infer.instrumentation.hooks.probe import Hook
 from otel_infer.instrumentation.transformers import continuous_batching
 from otel_infer.ringbuffer import events, layout
+from otel_infer.ringbuffer.arena import MemoryArena
 from otel_infer.ringbuffer.batch_writer import BatchWriter, HandleTable
 from otel_infer.ringbuffer.merged_reader import MergedReader
 from otel_infer.ringbuffer.recorder import Recorder, recorder
 from otel_infer.ringbuffer.step_writer import StepWriter
-from otel_infer.ringbuffer.writer import MemoryArena, RequestWriter
+from otel_infer.ringbuffer.writer import RequestWriter
 from otel_infer.semconv import prometheus
 from otel_infer.sidecar.pipeline import Pipeline
 from otel_infer.tracing import caller, request_span, span_ids

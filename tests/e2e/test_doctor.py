@@ -124,7 +124,7 @@ def test_healthy_environment_exports_over_grpc() -> None:
     with OtlpReceiver(GRPC) as receiver:
         found = doctor(**receiver.environ)
     assert 0 == found.code
-    assert {"ok"} == set(found.states("exporter spans", "exporter metrics", "SDK seam").values())
+    assert {"ok"} == set(found.states("exporter spans", "exporter metrics", "SDK exporter").values())
     assert 1 == len(receiver.spans)
 
 

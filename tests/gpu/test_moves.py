@@ -118,7 +118,7 @@ def test_the_cache_size_of_generate_is_torch_memory(tiny_llama: Path) -> None:
         cache = model(ids, use_cache=True, logits_to_keep=1).past_key_values
     torch.cuda.synchronize()
     allocated = torch.cuda.memory_allocated() - before
-    size = kv_cache.cache_bytes(cache)
+    size = kv_cache.count_cache_bytes(cache)
     layers, heads = model.config.num_hidden_layers, model.config.num_key_value_heads
     assert size == 2 * layers * heads * model.config.head_dim * 600 * 4 * 4
     assert size <= allocated < 1.2 * size + MIB

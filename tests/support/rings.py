@@ -8,9 +8,9 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 from otel_infer import _clock
 from otel_infer.assembly.assembler import GRACE_NS, Assembler
 from otel_infer.assembly.records.request import RequestRecord
+from otel_infer.ringbuffer.arena import MemoryArena
 from otel_infer.ringbuffer.merged_reader import MergedReader
 from otel_infer.ringbuffer.recorder import recorder
-from otel_infer.ringbuffer.writer import MemoryArena
 from otel_infer.tracing import request_span, span_ids
 
 

@@ -18,10 +18,11 @@ from otel_infer import _clock
 from otel_infer.assembly.assembler import GRACE_NS, Assembler
 from otel_infer.assembly.records.request import RequestRecord
 from otel_infer.ringbuffer import batch_writer, events, layout, merged_reader
+from otel_infer.ringbuffer.arena import MemoryArena
 from otel_infer.ringbuffer.batch_writer import BatchWriter, HandleTable
 from otel_infer.ringbuffer.step_reader import StepReader
 from otel_infer.ringbuffer.step_writer import StepWriter
-from otel_infer.ringbuffer.writer import MemoryArena, RequestWriter
+from otel_infer.ringbuffer.writer import RequestWriter
 
 CHUNK = 16
 MAX_BATCH_SIZE = 8

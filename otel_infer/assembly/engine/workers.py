@@ -71,9 +71,9 @@ class WorkerState:
 
     def add_engine(self, event: events.EngineSeen, engine: EngineStepLog) -> None:
         """Adds an engine; the first of a process also gets the executions that name no step ring (0)."""
-        self._logs[event.pid, event.engine, event.log] = engine
+        self._logs[event.pid, event.engine, event.ring_number] = engine
         self._logs.setdefault((event.pid, event.engine, 0), engine)
-        engine.block_tokens = self._block_sizes.get((event.pid, event.engine, event.log), 0)
+        engine.block_tokens = self._block_sizes.get((event.pid, event.engine, event.ring_number), 0)
 
     def remove_process(self, ring: int) -> None:
         """Removes a process and its engines."""
@@ -87,7 +87,7 @@ class WorkerState:
 
     def set_block_size(self, event: events.BlocksSized) -> None:
         """Records the KV block size of an engine, whose step ring may be found later."""
-        key = event.pid, event.engine, event.log
+        key = event.pid, event.engine, event.ring_number
         self._block_sizes[key] = event.tokens
         if key in self._logs:
             self._logs[key].block_tokens = event.tokens
@@ -100,7 +100,7 @@ class WorkerState:
         length = max(event.at - event.started_at, 0)
         execution, engine = (
             Execution(*event[2:5], length),
-            self._logs.get((event.pid, event.engine, event.log)),
+            self._logs.get((event.pid, event.engine, event.ring_number)),
         )
         if engine is not None:
             engine.ranks = max(engine.ranks, event.rank + 1)
@@ -118,7 +118,7 @@ class WorkerState:
     def _with_device_time(
         self, execution: Execution, event: events.StepTimed, engine: EngineStepLog | None
     ) -> Execution:
-        worker, gap = (event.pid, event.engine, event.log, event.rank), events.decode_ns(event.gap_ns)
+        worker, gap = (event.pid, event.engine, event.ring_number, event.rank), events.decode_ns(event.gap_ns)
         prefill_tokens = engine.table.prefill_tokens if engine is not None else lambda step: 0
         weights = self._sample_weights.setdefault(worker, _SampleWeights())
         steps, gaps = weights.weigh_step(event.step, gap >= 0, lambda step: prefill_tokens(step) > 0)

@@ -172,8 +172,8 @@ class Demo:
         if self.arguments.json:
             print(json.dumps([replay.record_to_dict(record) for record in records]))
         else:
-            self.console.print(terminal.stages_table(records), terminal.device_line(records), "")
-            self.console.print(terminal.latency_table(records), "")
+            self.console.print(terminal.make_stages_table(records), terminal.format_device_line(records), "")
+            self.console.print(terminal.make_latency_table(records), "")
             slowest = max(records, key=lambda record: record.duration_ns)
             self.console.print("[bold]the slowest request")
             for line in terminal.render_waterfall(slowest):

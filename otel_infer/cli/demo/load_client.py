@@ -100,6 +100,12 @@ def run_load(
                     on_done(result)
         client.close()
 
+    _run_clients(run_client, concurrency, stop)
+    return done
+
+
+def _run_clients(run_client: Callable[[], None], concurrency: int, stop: threading.Event) -> None:
+    """Runs that many clients; the first exception of a client stops all, and is raised."""
     with ThreadPoolExecutor(concurrency, thread_name_prefix="client") as clients:
         running = [clients.submit(run_client) for _ in range(concurrency)]
         try:
@@ -108,7 +114,6 @@ def run_load(
             stop.set()
     for client in running:
         client.result()
-    return done
 
 
 def _generate_requests(

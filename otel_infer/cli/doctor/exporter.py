@@ -89,7 +89,7 @@ def check_exporter(settings: Config, environ: Mapping[str, str]) -> list[Check]:
         "exporter", options, {TIMEOUT_VARIABLE: f"{DEFAULT_TIMEOUT_S:g}", **environ}, limit
     )
     results = {line["what"]: line for line in lines}
-    checks = [check_sdk_adapter(results.get("seam", {"error": "", "text": error}), settings.traces_protocol)]
+    checks = [check_sdk_adapter(results.get("sdk", {"error": "", "text": error}), settings.traces_protocol)]
     if not settings.exports:
         not_tried = "not tried: nothing is exported"
         return [*checks, Check("exporter", "warn", not_tried, "first fix the configuration, see above")]
@@ -123,9 +123,9 @@ def run_probe(options: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         try:
             sender = transport.make_transport(settings.traces_protocol, settings.traces_compression)
         except Exception as error:
-            yield {"what": "seam", "error": type(error).__name__, "text": str(error)}
+            yield {"what": "sdk", "error": type(error).__name__, "text": str(error)}
             return
-        yield {"what": "seam", "error": "", "text": ""}
+        yield {"what": "sdk", "error": "", "text": ""}
         if settings.exports_spans:
             yield {"what": "spans", **_send_span(sender, log)}
         if settings.exports_metrics:
@@ -218,15 +218,15 @@ def check_sdk_adapter(result: Mapping[str, str], protocol: str) -> Check:
     """Checks whether the installed exporter accepts encoded batches, which needs its private API."""
     package = f"opentelemetry-exporter-otlp-proto-{'grpc' if protocol == 'grpc' else 'http'}"
     if not result["error"] and not result["text"]:
-        return Check("SDK seam", "ok", f"{package} {installed_version(package)} accepts encoded batches")
+        return Check("SDK exporter", "ok", f"{package} {installed_version(package)} accepts encoded batches")
     if not result["error"]:
         do = f"run `{sys.executable} -c 'import otel_infer.export.otlp.transport'` to see why"
-        return Check("SDK seam", "fail", f"the trial export {result['text']}", do)
+        return Check("SDK exporter", "fail", f"the trial export {result['text']}", do)
     do = {
         "ImportError": f"{sys.executable} -m pip install {package}",
         "IncompatibleSdk": f"install another release of {package}, or give instrument() a tracer_provider",
     }.get(result["error"], "correct the OTEL_EXPORTER_OTLP_* variable that the message names")
-    return Check("SDK seam", "fail", f"{result['error']}: {result['text']}", do)
+    return Check("SDK exporter", "fail", f"{result['error']}: {result['text']}", do)
 
 
 def check_signal(signal: str, url: str, result: Mapping[str, Any]) -> Check:

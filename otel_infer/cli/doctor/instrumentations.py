@@ -74,7 +74,7 @@ def _hooked_modules(integration: Instrumentor) -> list[str]:
 
     For an integration without hooks: the modules whose import it awaits.
     """
-    hooked = [hook.module for part in integration._parts.values() for hook in part.hooks]
+    hooked = [module for part in integration.describe_parts() for module in part.modules]
     return list(dict.fromkeys(hooked or integration.modules))
 
 
@@ -97,19 +97,17 @@ def _find_import_error(name: str) -> str:
 
 def _describe_parts(integration: Instrumentor, import_errors: Mapping[str, str]) -> list[dict[str, Any]]:
     parts = []
-    for part in integration._parts.values():
-        state, drift = integration._resolve_part_state(part)
-        error = next((import_errors[hook.module] for hook in part.hooks if hook.module in import_errors), "")
-        bound = sum(hook.active for hook in part.hooks)
+    for part in integration.describe_parts():
+        error = next((import_errors[module] for module in part.modules if module in import_errors), "")
         parts.append(
             {
                 "name": part.name,
-                "state": state,
-                "drift": drift,
+                "state": part.state,
+                "drift": part.drift,
                 "refused": error,
                 "where": integration.where.get(part.name, ""),
-                "hooks_active": bound,
-                "hooks_total": 0 if state == "absent" else part.count_expected(),
+                "hooks_active": part.hooks_active,
+                "hooks_total": part.hooks_total,
             }
         )
     return parts

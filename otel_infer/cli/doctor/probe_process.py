@@ -31,10 +31,10 @@ class ProbeResult(NamedTuple):
 
 
 def run_in_subprocess(
-    what: str, options: Mapping[str, Any], environ: Mapping[str, str], limit: float
+    probe: str, options: Mapping[str, Any], environ: Mapping[str, str], limit: float
 ) -> ProbeResult:
-    """Runs `run_probe(options)` of the sibling module `what` in a child process, for at most `limit` s."""
-    boot = {"what": what, "told": dict(options), "path": [os.path.abspath(entry) for entry in sys.path]}
+    """Runs `run_probe(options)` of the sibling module `probe` in a child process, for at most `limit` s."""
+    boot = {"probe": probe, "options": dict(options), "path": [os.path.abspath(entry) for entry in sys.path]}
     guarded = {**environ, environment.SIDECAR_GUARD: "1"}  # keeps our `sitecustomize` from instrumenting it
     try:
         done = subprocess.run(
@@ -56,8 +56,8 @@ def run_child_probe(boot: Mapping[str, Any]) -> None:
     """Runs the probe in the child process and exits."""
     with os.fdopen(os.dup(1), "w") as out:
         os.dup2(2, 1)
-        module = importlib.import_module(f"otel_infer.cli.doctor.{boot['what']}")
-        for line in module.run_probe(boot["told"]):
+        module = importlib.import_module(f"otel_infer.cli.doctor.{boot['probe']}")
+        for line in module.run_probe(boot["options"]):
             print(json.dumps(line), file=out, flush=True)
     os._exit(0)  # skips exit handlers of imported engines, which may be slow
 

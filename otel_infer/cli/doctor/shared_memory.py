@@ -87,17 +87,12 @@ def scratch_folder(settings: Config) -> Iterator[Path]:
             for path in reversed([path for path in (rings, *rings.parents) if not path.exists()]):
                 undo.callback(_remove_if_empty, path)
             base = directory.resolve_rings_folder(rings)
-            undo.callback(_remove_if_empty, _user_folder(base))
+            undo.callback(_remove_if_empty, directory.get_user_folder(base))
         parent = directory.create_server_folder(base)
         undo.callback(directory.remove_server_folder, parent)
         folder = directory.ensure_private_folder(parent / "server")
         undo.callback(directory.remove_server_folder, folder)
         yield folder
-
-
-def _user_folder(base: Path) -> Path:
-    """Returns the path of this user's folder. The folder may not exist."""
-    return base / f"otel_infer-{os.getuid()}"
 
 
 def _remove_if_empty(folder: Path) -> None:
@@ -243,9 +238,11 @@ def check_leftovers(settings: Config) -> Check:
 
     The next exporting sidecar beside them exports what was in flight, and removes them.
     """
-    user_folder = _user_folder(directory.BASE)
+    user_folder = directory.get_user_folder(directory.BASE)
     dead = [
-        folder for folder in (*_list_folders(user_folder), *_configured_folders(settings)) if _is_dead(folder)
+        folder
+        for folder in (*_list_folders(user_folder), *_configured_folders(settings))
+        if directory.holds_dead_server(folder)
     ]
     if not dead:
         return Check("leftovers", "ok", f"none in {settings.rings or user_folder}")
@@ -260,7 +257,7 @@ def check_leftovers(settings: Config) -> Check:
 def _configured_folders(settings: Config) -> list[Path]:
     """Returns the folders that may hold rings if the configuration names a folder, else none."""
     rings = Path(settings.rings)
-    return [rings, _user_folder(rings)] if settings.rings else []
+    return [rings, directory.get_user_folder(rings)] if settings.rings else []
 
 
 def _list_folders(parent: Path) -> list[Path]:
@@ -268,14 +265,3 @@ def _list_folders(parent: Path) -> list[Path]:
         return sorted(path for path in parent.iterdir() if path.is_dir())
     except OSError:
         return []
-
-
-def _is_dead(folder: Path) -> bool:
-    """Returns whether a folder holds the rings of a dead server.
-
-    This is the rule of `directory.claim_dead_servers`, without creating a lock file. A live process holds a
-    lock.
-    """
-    rings = list(folder.glob(f"*{layout.SUFFIX_REQUESTS}"))
-    locks = (*rings, folder / directory.OWNER_LOCK, folder / directory.SIDECAR_LOCK)
-    return bool(rings) and not directory.is_starting(folder) and not any(map(directory.is_held, locks))

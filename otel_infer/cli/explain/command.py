@@ -5,7 +5,6 @@ otel-infer explain --server 4711                    the server with this process
 otel-infer explain --request chatcmpl-abc           one request, by response id or beginning of trace id
 otel-infer explain demo.tape                        the requests of a tape, also on another machine
 otel-infer explain after.tape --against before.tape
-
 """
 
 from __future__ import annotations
@@ -13,21 +12,26 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from otel_infer import semconv
 from otel_infer.assembly.records.request import RequestRecord
 from otel_infer.cli import running_server
+from otel_infer.cli.errors import CommandError
 from otel_infer.cli.explain import client_spans
 from otel_infer.cli.explain.client_spans import ClientLatency
 from otel_infer.cli.explain.source import ExplainSource, describe_source
+from otel_infer.cli.explain.tenants import format_tenant, summarise_tenants
 from otel_infer.sidecar.recording import dump_request, file
 
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from otel_infer.analysis.diagnosis.rules import Diagnosis
+
 SHOWN_CAUSES = 4
-SHOWN_TENANTS = 5
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -64,9 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
         records = data.records
         latency = _read_client_latency(records, arguments.client)
         if latency is not None and (arguments.request or arguments.against):
-            raise client_spans.InvalidSpanFile(
-                "--client can be combined with neither --request nor --against"
-            )
+            raise CommandError("--client can be combined with neither --request nor --against")
         if arguments.against:
             return _compare_recordings(
                 _read_inferences(Path(arguments.against)).records, records, arguments.json
@@ -100,7 +102,7 @@ def _read_input(arguments: argparse.Namespace) -> ExplainInput:
         with running_server.open_dump(folder) as tape:
             return _read_inferences(tape, arguments.request, folder)
     if arguments.rings or arguments.server:
-        raise dump_request.DumpFailed("give a tape, or a running server by --rings and --server, not both")
+        raise CommandError("give a tape, or a running server by --rings and --server, not both")
     return _read_inferences(Path(arguments.tape), arguments.request)
 
 
@@ -125,52 +127,74 @@ def _read_inferences(path: Path, request_id: str | None = None, folder: Path | N
     `folder`: the folder of the rings if the tape is a dump of a running server.
     """
     from otel_infer.assembly.assembler import Assembler
-    from otel_infer.cli.replay import read_recent_records, read_records, running_since
+    from otel_infer.cli.replay import find_running_since, read_recent_records, read_records
 
     assembler = Assembler()
     finished = list((read_records if request_id else read_recent_records)(path, assembler))
     complete_since = file.read_began_at(path)
     source = describe_source(finished, complete_since, tape=None if folder else path, folder=folder)
     inferences = [record for record in finished if record.operation]
-    return ExplainInput(source, inferences, complete_since, running_since(assembler))
+    return ExplainInput(source, inferences, complete_since, find_running_since(assembler))
 
 
-# ── all ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── all requests ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _explain_all(data: ExplainInput, worst: int, as_json: bool, latency: ClientLatency | None = None) -> int:
-    from otel_infer.analysis.diagnosis.device_bottleneck import find_device_bottlenecks
     from otel_infer.analysis.diagnosis.rules import diagnose
-    from otel_infer.analysis.diagnosis.symptoms import SYMPTOMS
 
     records = data.records
     diagnosis = diagnose(records, data.complete_since, data.running_since)
     slowest = sorted(records, key=lambda record: -record.duration_ns)[: max(worst, 0)]
     if as_json:
-        findings = [
-            {**finding._asdict(), **SYMPTOMS[finding.symptom]._asdict(), "change": finding.change}
-            for finding in diagnosis.findings
-        ]
-        result = {
-            "source": data.source.to_dict(),
-            **diagnosis._asdict(),
-            "findings": findings,
-            "tenants": summarise_tenants(records),
-            "devices": [
-                {**limit._asdict(), **limit.advice._asdict()} for limit in find_device_bottlenecks(records)
-            ],
-            "worst": [record_with_interferer(record) for record in slowest],
-            "client_latency": latency._asdict() if latency is not None else None,
-        }
-        print(json.dumps(result))
+        print(json.dumps(_explanation_to_dict(data, diagnosis, slowest, latency)))
         return 0
     from otel_infer.cli import terminal
 
     out = terminal.make_console()
     out.print(data.source.to_sentence(), markup=False)
     out.print()
-    out.print(terminal.latency_table(records))
+    out.print(terminal.make_latency_table(records))
     out.print()
+    _print_findings(out, diagnosis)
+    if latency is not None:
+        out.print(latency.to_sentence())
+    out.print()
+    _print_causes(out, diagnosis, records)
+    out.print()
+    out.print(f"the slowest {len(slowest)}", style="bold")
+    for record in slowest:
+        out.print("  " + summarise_record(record))
+    return 0
+
+
+def _explanation_to_dict(
+    data: ExplainInput, diagnosis: Diagnosis, slowest: Sequence[RequestRecord], latency: ClientLatency | None
+) -> dict[str, Any]:
+    from otel_infer.analysis.diagnosis.device_bottleneck import find_device_bottlenecks
+    from otel_infer.analysis.diagnosis.symptoms import SYMPTOMS
+
+    findings = [
+        {**finding._asdict(), **SYMPTOMS[finding.symptom]._asdict(), "change": finding.change}
+        for finding in diagnosis.findings
+    ]
+    devices = [
+        {**limit._asdict(), **limit.advice._asdict()} for limit in find_device_bottlenecks(data.records)
+    ]
+    return {
+        "source": data.source.to_dict(),
+        **diagnosis._asdict(),
+        "findings": findings,
+        "tenants": summarise_tenants(data.records),
+        "devices": devices,
+        "worst": [record_with_interferer(record) for record in slowest],
+        "client_latency": latency._asdict() if latency is not None else None,
+    }
+
+
+def _print_findings(out: Console, diagnosis: Diagnosis) -> None:
+    from otel_infer.analysis.diagnosis.symptoms import SYMPTOMS
+
     if not diagnosis.findings:
         out.print(f"{diagnosis.verdict}: {diagnosis.note}", style="bold")
     for number, finding in enumerate(diagnosis.findings):
@@ -179,14 +203,17 @@ def _explain_all(data: ExplainInput, worst: int, as_json: bool, latency: ClientL
         for evidence in finding.evidence:
             out.print(f"  · {evidence}")
         out.print(f"  change first: {finding.change}")
-    if latency is not None:
-        out.print(latency.to_sentence())
-    out.print()
+
+
+def _print_causes(out: Console, diagnosis: Diagnosis, records: Sequence[RequestRecord]) -> None:
+    """Prints the causes of the slowest requests, the tenants and the limits of the device."""
+    from otel_infer.analysis.diagnosis.device_bottleneck import find_device_bottlenecks
+
     out.print("where the time of the slowest tenth went", style="bold")
     for cause, share in diagnosis.causes.items():
         if share >= 0.005:
             out.print(f"  {cause:<16} {100 * share:5.1f} %  {semconv.describe_cause(cause)}")
-    for line in map(_format_tenant, summarise_tenants(records)):
+    for line in map(format_tenant, summarise_tenants(records)):
         out.print(line, markup=False)
     for limit in find_device_bottlenecks(records):
         out.print(
@@ -194,53 +221,6 @@ def _explain_all(data: ExplainInput, worst: int, as_json: bool, latency: ClientL
             f"{limit.advice.meaning}"
         )
         out.print(f"  makes it faster: {limit.advice.change}")
-    out.print()
-    out.print(f"the slowest {len(slowest)}", style="bold")
-    for record in slowest:
-        out.print("  " + summarise_record(record))
-    return 0
-
-
-def summarise_tenants(records: Sequence[RequestRecord]) -> list[dict[str, Any]]:
-    """Returns the tenants with the most requests; empty if requests have no tenant.
-
-    p95 in ms; `ttft_p95_ms` is None if no request had a first token.
-    """
-    by_name: dict[str, list[RequestRecord]] = {}
-    for record in records:
-        name = record.attributes.get(semconv.TENANT)
-        if name:
-            by_name.setdefault(str(name), []).append(record)
-    most = sorted(by_name.items(), key=lambda item: (-len(item[1]), item[0]))[:SHOWN_TENANTS]
-    return [{"tenant": name, **_summarise_requests(requests)} for name, requests in most]
-
-
-def _summarise_requests(records: list[RequestRecord]) -> dict[str, Any]:
-    causes: Counter[str] = Counter()
-    for record in records:
-        causes.update(record.breakdown.causes if record.breakdown is not None else {})
-    top, length = causes.most_common(1)[0] if causes else ("", 0)
-    return {
-        "requests": len(records),
-        "ttft_p95_ms": _p95_ms([record.ttft_ns for record in records if record.ttft_ns]),
-        "e2e_p95_ms": _p95_ms([record.duration_ns for record in records]),
-        "top_cause": top,
-        "top_cause_share": length / max(causes.total(), 1),
-    }
-
-
-def _p95_ms(lengths: list[int]) -> float | None:
-    import numpy as np
-
-    return float(np.percentile(lengths, 95)) / 1e6 if lengths else None
-
-
-def _format_tenant(row: dict[str, Any]) -> str:
-    ttft = f"{row['ttft_p95_ms']:.0f} ms" if row["ttft_p95_ms"] is not None else "none"
-    return (
-        f"tenant {row['tenant']}: {row['requests']} requests, p95 to first token {ttft}, end to end "
-        f"{row['e2e_p95_ms']:.0f} ms; {row['top_cause_share']:.0%} of the time is {row['top_cause'].replace('_', ' ')}"
-    )
 
 
 def summarise_record(record: RequestRecord) -> str:
@@ -273,7 +253,7 @@ def record_with_interferer(record: RequestRecord) -> dict[str, Any]:
     return {**record_to_dict(record), "interferer": interference}
 
 
-# ── one ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── one request ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _explain_request(records: Sequence[RequestRecord], request_id: str, as_json: bool) -> int:

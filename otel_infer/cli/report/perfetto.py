@@ -192,9 +192,9 @@ def _request_slices(record: RequestRecord) -> list[TraceSlice]:
     if record.error_type:
         args["error_type"] = _shorten_text(record.error_type)
     if record.breakdown is not None:
-        args |= {f"blame {cause} ms": length / 1e6 for cause, length in record.breakdown.causes.items()}
+        args |= {f"cause {cause} ms": length / 1e6 for cause, length in record.breakdown.causes.items()}
         if record.breakdown.interferer is not None:
-            args["held up most by trace"] = record.breakdown.interferer.trace_id.hex()
+            args["delayed most by trace"] = record.breakdown.interferer.trace_id.hex()
     slices = [TraceSlice(request_name(record), record.arrived_at, record.ended_at, args)]
     slices += [TraceSlice(s.name, s.started_at, max(s.ended_at, s.started_at), {}) for s in record.stages]
     for pause in record.all_pauses:

@@ -219,7 +219,7 @@ def _render_step_strip(record: RequestRecord, bars: int) -> str:
         f'<h4>Decode steps</h4><p class="caption">{_strip_caption(lengths, keep)}</p>'
         '<div class="strip"><noscript>A script draws the bars; the slowest steps are below.</noscript></div>'
         f'<script type="application/json">{json_for_script(_encode_steps(columns, paused, keep))}</script>'
-        f"{_render_slowest_steps(columns, paused, slowest, record.pauses)}"
+        f"{_render_slowest_steps(columns, paused, slowest)}"
     )
 
 
@@ -267,7 +267,7 @@ def _encode_steps(columns: Sequence[Any], paused: Any, keep: Any) -> dict[str, l
     }
 
 
-def _render_slowest_steps(columns: Sequence[Any], paused: Any, slowest: Any, pauses: Sequence[Pause]) -> str:
+def _render_slowest_steps(columns: Sequence[Any], paused: Any, slowest: Any) -> str:
     lines = []
     for i in slowest.tolist():
         step, at, length, idle, tokens, size, others = (int(column[i]) for column in columns)

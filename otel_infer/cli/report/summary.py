@@ -17,9 +17,9 @@ from otel_infer.analysis.diagnosis.rules import Diagnosis, diagnose
 from otel_infer.assembly.engine.types import StepRecord
 from otel_infer.assembly.records.process import Pause
 from otel_infer.assembly.records.request import Interferer, RequestRecord
+from otel_infer.cli.latency import collect_latencies
 from otel_infer.config.slo import Objectives
 from otel_infer.export.sampling.tail_sampler import find_missed_objectives
-from otel_infer.ringbuffer import events
 
 MAX_REQUESTS = 200
 """Requests shown one by one."""
@@ -167,14 +167,7 @@ def compute_percentiles(name: str, lengths: Any, share: float | None = None) -> 
 
 def _latency_percentiles(records: Sequence[RequestRecord]) -> list[Percentiles]:
     """Returns the client-side latencies of successful requests."""
-    good = [record for record in records if record.outcome == events.OK]
-    gaps = np.concatenate([[], *(np.asarray(record.gaps_ns()) for record in good)])
-    rows = (
-        ("time to first token", [record.ttft_ns for record in good if record.ttft_ns]),
-        ("between tokens", gaps),
-        ("end to end", [record.duration_ns for record in good]),
-    )
-    return [compute_percentiles(name, lengths) for name, lengths in rows if len(lengths)]
+    return [compute_percentiles(name, lengths) for name, lengths in collect_latencies(records)]
 
 
 def _stage_percentiles(records: Sequence[RequestRecord]) -> list[Percentiles]:

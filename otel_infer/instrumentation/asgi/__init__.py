@@ -27,7 +27,7 @@ from otel_infer.instrumentation.asgi.parent_context import (
     detach_all,
     has_active_span,
     has_provider,
-    is_caller_in_other_trace,
+    is_remote_parent_in_other_trace,
 )
 from otel_infer.instrumentation.hooks.instrumentor import Instrumentor
 from otel_infer.instrumentation.hooks.probe import Hook, WrapperFactory
@@ -43,14 +43,14 @@ instrumentor = Instrumentor("asgi", "starlette", MODULES)
 _excluded: tuple[re.Pattern[str], ...] = ()
 
 
-def configure_asgi(excluded_urls: str, tell_client: bool = False) -> None:
+def configure_asgi(excluded_urls: str, add_headers: bool = False) -> None:
     """Sets which requests are not recorded, and whether responses get tracing headers.
 
     `excluded_urls`: comma-separated regular expressions. A request is excluded if one is found in its URL.
-    `tell_client`: responses carry the span's ids and the time to the response start in headers.
+    `add_headers`: responses carry the span's ids and the time to the response start in headers.
     """
     global _excluded
-    response_headers.enabled = tell_client
+    response_headers.enabled = add_headers
     patterns = []
     for pattern in filter(None, map(str.strip, excluded_urls.split(","))):
         try:
@@ -154,7 +154,7 @@ def _patch_application(original: App, hook: Hook) -> App:
             if exchange is not None:
                 exchange.enter_application(self)
                 is_below = not exchange.deferred and has_active_span()
-                exchange.ambient = is_below and not is_caller_in_other_trace(scope)
+                exchange.ambient = is_below and not is_remote_parent_in_other_trace(scope)
                 with exchange:
                     return await original(self, scope, exchange.receive, exchange.send)
             if scope.get("type") == "lifespan" and hook.alive and recorder.active:
@@ -222,13 +222,13 @@ def _set_included_route(exchange: Exchange, route: Any, scope: Scope) -> None:
     exchange.route = effective if getattr(effective, "original_route", None) is route else route
 
 
-for _target, _note, _part in (
+for _target, _record, _part in (
     ("starlette.routing:Route.handle", _set_route, "starlette"),
     ("starlette.routing:Mount.handle", _add_mount, "starlette"),
     ("fastapi.routing:APIRoute.handle", _set_included_route, "fastapi"),
 ):
     instrumentor.patch_hot_path(_target, reads=ASGI_PARAMETERS, optional=True, part=_part)(
-        _patch_route_handler(_note)
+        _patch_route_handler(_record)
     )
 
 

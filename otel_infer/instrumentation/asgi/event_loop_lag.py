@@ -16,9 +16,9 @@ import contextvars
 import threading
 
 from otel_infer import _clock
+from otel_infer.ringbuffer import events
 from otel_infer.ringbuffer.recorder import recorder
 
-CAUSE = "event_loop"
 CHECK_INTERVAL_NS = 50_000_000
 MIN_LAG_NS = 20_000_000
 """Shorter lags are not recorded, because they are not noticed as a frozen server."""
@@ -40,7 +40,7 @@ class _LagTimer:
     def _check_lag(self) -> None:
         now = _clock.now()
         if now - self._due_at > MIN_LAG_NS:
-            recorder.record_pause(CAUSE, self._due_at, now)
+            recorder.record_pause(events.PAUSE_EVENT_LOOP, self._due_at, now)
         requests = recorder.requests
         if requests is not None and requests.in_flight:
             self._schedule_check()

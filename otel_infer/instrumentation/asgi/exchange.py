@@ -18,9 +18,9 @@ from otel_infer.instrumentation.asgi.parent_context import (
     detach_all,
     extract_context,
     has_active_span,
-    is_caller_in_other_trace,
     is_current_span,
-    parse_caller,
+    is_remote_parent_in_other_trace,
+    parse_remote_parent,
 )
 from otel_infer.instrumentation.asgi.route import encode_method_and_route
 from otel_infer.instrumentation.hooks.probe import Hook
@@ -36,7 +36,6 @@ App = Callable[..., Awaitable[Any]]
 SCOPE_KEY = "otel_infer"
 """Scope key of the `Exchange` of a request (None if excluded), or of the `AsgiEntryPoint` of a lifespan."""
 OWNER = "asgi"
-CLIENT_DISCONNECT, CANCELLED = "client_disconnect", "cancelled"
 
 _now = _clock.now
 
@@ -125,10 +124,10 @@ class Exchange:
             scope, at = self.scope, self.arrived_at
             method, headers = scope.get("method"), scope.get("headers") or ()
             name = method if method in events.METHODS else events.OTHER
-            caller_ids = None if ambient else parse_caller(headers)
-            if caller_ids is not None:
-                request = start.open_request_from_caller(
-                    caller_ids, name, OWNER, clear_span_and_baggage(context.current_context()), at
+            remote_parent = None if ambient else parse_remote_parent(headers)
+            if remote_parent is not None:
+                request = start.open_request_below_remote(
+                    remote_parent, name, OWNER, clear_span_and_baggage(context.current_context()), at
                 )
             else:
                 around = (
@@ -149,7 +148,7 @@ class Exchange:
     def enter_router(self) -> Tokens:
         """Opens a deferred request. It is past all middleware, so no span above it can start any more."""
         try:
-            ambient = has_active_span() and not is_caller_in_other_trace(self.scope)
+            ambient = has_active_span() and not is_remote_parent_in_other_trace(self.scope)
         except Exception as exc:
             self.hook.mark_failed(exc)
             return ()
@@ -170,7 +169,7 @@ class Exchange:
             if self.deferred:
                 return (
                     self.open_request(ambient=True)
-                    if has_active_span() and not is_caller_in_other_trace(self.scope)
+                    if has_active_span() and not is_remote_parent_in_other_trace(self.scope)
                     else ()
                 )
             if self.entry_point is not None:
@@ -318,14 +317,17 @@ class Exchange:
             self._abandon_request(own_exc)
 
     def _determine_outcome(self, exc: BaseException | None) -> tuple[int, str]:
-        """Returns outcome and error type."""
+        """Returns outcome and error type. Sets a missing `status` and the instant of a disconnect."""
         if not self.completed_at and self._server.disconnected:
             self.disconnected_at = self.disconnected_at or _now()
         if self.disconnected_at or type(exc).__name__ == "ClientDisconnect":
-            return events.ABORTED, CLIENT_DISCONNECT
+            return events.ABORTED, events.CLIENT_DISCONNECT
         if isinstance(exc, (asyncio.CancelledError, GeneratorExit)):
             # A server that reports disconnects cancels only because it shuts down.
-            return events.ABORTED, CLIENT_DISCONNECT if self._server is _UNKNOWN_CONNECTION else CANCELLED
+            return (
+                events.ABORTED,
+                events.CLIENT_DISCONNECT if self._server is _UNKNOWN_CONNECTION else events.CANCELLED,
+            )
         # Servers send 500 if the application sent nothing.
         sent_status, self.status = self.status, self.status or 500
         return determine_outcome(exc, sent_status, bool(self.completed_at))
@@ -335,5 +337,5 @@ class Exchange:
         request, self.request = self.request, None
         if request is not None:
             with contextlib.suppress(BaseException):  # `exc` is the exception to be logged
-                request.close(events.ABORTED, CANCELLED)
+                request.close(events.ABORTED, events.CANCELLED)
         self.hook.mark_failed(exc)

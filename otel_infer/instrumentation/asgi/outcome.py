@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from otel_infer.ringbuffer import events
+from otel_infer.tracing.outcome import classify_exception
 
-TIMEOUT = "timeout"
-TIMEOUTS = (TimeoutError, asyncio.TimeoutError)  # the same class from Python 3.11 on
 GATEWAY_TIMEOUT = 504
 
 
@@ -18,10 +15,10 @@ def determine_outcome(exc: BaseException | None, status: int, is_complete: bool)
     """
     if exc is None and is_complete and status < 500:
         return events.OK, ""
-    if isinstance(exc, TIMEOUTS) or (exc is None and is_complete and status == GATEWAY_TIMEOUT):
-        return events.ABORTED, TIMEOUT
     if exc is not None:
-        return events.ERROR, type(exc).__qualname__
+        return classify_exception(exc)
+    if is_complete and status == GATEWAY_TIMEOUT:
+        return events.ABORTED, events.TIMEOUT
     is_truncated = bool(status) and not is_complete
     return events.ERROR, events.OTHER if is_truncated else str(status or 500)
 

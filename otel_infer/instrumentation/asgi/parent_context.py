@@ -13,14 +13,14 @@ from opentelemetry.propagators.composite import CompositePropagator
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from otel_infer.tracing import context, request_span
-from otel_infer.tracing.span_ids import NO_CALLER, Caller
+from otel_infer.tracing.span_ids import NO_REMOTE_PARENT, RemoteParent
 
 Tokens = tuple[Any, ...]
 """Context tokens, for `detach_all`."""
 
 W3C_FIELDS = frozenset(("traceparent", "tracestate", "baggage"))
 
-TRACEPARENT_BYTES, CALLER_BYTES = 55, 26
+TRACEPARENT_BYTES, REMOTE_PARENT_BYTES = 55, 26
 _DASH, _NO_TRACE, _NO_SPAN = ord("-"), bytes(16), bytes(8)
 
 
@@ -88,13 +88,13 @@ def has_active_span() -> bool:
     return span.is_recording() or isinstance(span, trace.NonRecordingSpan)
 
 
-def is_caller_in_other_trace(scope: Any) -> bool:
+def is_remote_parent_in_other_trace(scope: Any) -> bool:
     """Returns whether the headers name a span of another trace than the current span.
 
     In that case the current span was started without reading the headers.
     """
-    caller = trace.get_current_span(extract_context(scope.get("headers") or (), Context())).get_span_context()
-    return caller.is_valid and caller.trace_id != trace.get_current_span().get_span_context().trace_id
+    remote = trace.get_current_span(extract_context(scope.get("headers") or (), Context())).get_span_context()
+    return remote.is_valid and remote.trace_id != trace.get_current_span().get_span_context().trace_id
 
 
 def is_current_span(request: request_span.RequestSpan | None) -> bool:
@@ -110,10 +110,10 @@ def clear_span_and_baggage(context: Context) -> Context:
     return baggage.clear(trace.set_span_in_context(trace.INVALID_SPAN, context)) if context else context
 
 
-def parse_caller(headers: Iterable[tuple[bytes, bytes]]) -> Caller | None:
-    """Returns the caller of a request with a `traceparent` of version 00 or no propagation header at all.
+def parse_remote_parent(headers: Iterable[tuple[bytes, bytes]]) -> RemoteParent | None:
+    """Returns the remote parent of a request with a `traceparent` of version 00 or no propagation header at all.
 
-    Nearly all requests are of this kind. `NO_CALLER`: there is no `traceparent`. None: the propagators must
+    Nearly all requests are of this kind. `NO_REMOTE_PARENT`: there is no `traceparent`. None: the propagators must
     read the headers.
     """
     reader = (
@@ -128,19 +128,19 @@ def parse_caller(headers: Iterable[tuple[bytes, bytes]]) -> Caller | None:
     if len(value_by_name) != len(pairs) or b"baggage" in value_by_name or b"tracestate" in value_by_name:
         return None
     if (value := value_by_name.get(b"traceparent")) is None:
-        return NO_CALLER
+        return NO_REMOTE_PARENT
     if len(value) != TRACEPARENT_BYTES or value[:3] != b"00-" or not (value[35] == value[52] == _DASH):
         return None
     try:
         # Not a regular expression, because it would be most of the cost of a request in this module.
-        caller = unhexlify(value.replace(b"-", b""))
+        parent = unhexlify(value.replace(b"-", b""))
     except ValueError:
         return None
-    if len(caller) != CALLER_BYTES:  # the value had more dashes
+    if len(parent) != REMOTE_PARENT_BYTES:  # the value had more dashes
         return None
-    if caller.startswith(_NO_TRACE, 1) or caller.startswith(_NO_SPAN, 17) or not value.islower():
+    if parent.startswith(_NO_TRACE, 1) or parent.startswith(_NO_SPAN, 17) or not value.islower():
         return None
-    return caller
+    return parent
 
 
 def extract_context(headers: Iterable[tuple[bytes, bytes]], around: Context) -> Context:

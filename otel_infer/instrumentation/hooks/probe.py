@@ -259,7 +259,7 @@ def _wrap_work(run: _ProbeRun, work: Any) -> Any:
     return wrapper
 
 
-def _make_wrapper(probe: Probe, hook: Hook, parameters: Parameters, method: bool) -> Callable[..., Any]:
+def make_wrapper(probe: Probe, hook: Hook, parameters: Parameters, method: bool) -> Callable[..., Any]:
     def run_with_probe(
         wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
@@ -301,7 +301,7 @@ class _BoundWrapper(wrapt.BoundFunctionWrapper):  # type: ignore[type-arg]
         return getter(copy.deepcopy(owner, memo), name)
 
 
-class _Wrapper(wrapt.FunctionWrapper):  # type: ignore[type-arg]
+class ProbeWrapper(wrapt.FunctionWrapper):  # type: ignore[type-arg]
     """A function wrapper that pickles by its qualified name and copies as itself, as functions do."""
 
     __bound_function_wrapper__ = _BoundWrapper

@@ -44,7 +44,7 @@ def _lookup_attribute(owner: Any, name: str) -> Any:
     raise LookupError(name)
 
 
-def _read_parameters(owner: Any, current: Any) -> Parameters:
+def read_parameters(owner: Any, current: Any) -> Parameters:
     """Returns the named parameters without `self` or `cls`; empty if the signature cannot be read."""
     function = current.__func__ if isinstance(current, (classmethod, staticmethod)) else current
     try:
@@ -63,7 +63,7 @@ def _read_parameters(owner: Any, current: Any) -> Parameters:
     return parameters
 
 
-def _calls_through(outer: Any, replacement: Any) -> bool:
+def calls_through(outer: Any, replacement: Any) -> bool:
     """Returns whether a call of `outer` reaches `replacement`, as far as `__wrapped__` attributes show it."""
     for _ in range(100):  # a wrapper may name itself as `__wrapped__`
         if outer is replacement or getattr(outer, "_self_parent", None) is replacement:

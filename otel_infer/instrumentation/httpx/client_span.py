@@ -97,7 +97,7 @@ class ClientRequestSpan:
             semconv.HTTP_RESPONSE_STATUS_CODE: status,
             semconv.CLIENT_TIME_TO_HEADERS: waited_ns / 1e9,
         }
-        server_ms = server_duration_ms(headers.get_list("server-timing"))
+        server_ms = parse_server_duration_ms(headers.get_list("server-timing"))
         # A duration longer than our wait belongs to another response, from which a cache stored the header.
         if server_ms is not None and server_ms * 1e6 <= waited_ns:
             attributes[semconv.CLIENT_SERVER_DURATION] = server_ms / 1e3
@@ -174,7 +174,7 @@ class ClientRequestSpan:
         _abort_span(self.span, exc)
 
 
-def server_duration_ms(headers: Iterable[str]) -> float | None:
+def parse_server_duration_ms(headers: Iterable[str]) -> float | None:
     """Returns the server's time to its response headers from `Server-Timing`, in ms; None if absent.
 
     A gateway and the server behind it may both add an entry. The longest is the gateway's and includes the

@@ -66,19 +66,24 @@ def _wrap_generator(
     new_scope: Callable[[], TracedScope], function: Callable[..., Any], attaches: bool
 ) -> Callable[..., Any]:
     """Returns a generator function of the same kind, whose generators run in the scope until they end."""
-    if inspect.isgeneratorfunction(function):
+    if not inspect.isgeneratorfunction(function):
+        return _wrap_async_generator(new_scope, function, attaches)
 
-        def generator_wrapper(*args: Any, **kwargs: Any) -> Any:
-            if not attaches:
-                with new_scope():
-                    return (yield from function(*args, **kwargs))
-            # Each stream has a separate context, because the consumer may read several streams alternately.
-            inner_context = contextvars.copy_context()
-            with _ContextScope(inner_context, new_scope()):
-                return (yield from _run_in_context(inner_context, function(*args, **kwargs)))
+    def generator_wrapper(*args: Any, **kwargs: Any) -> Any:
+        if not attaches:
+            with new_scope():
+                return (yield from function(*args, **kwargs))
+        # Each stream has a separate context, because the consumer may read several streams alternately.
+        inner_context = contextvars.copy_context()
+        with _ContextScope(inner_context, new_scope()):
+            return (yield from _run_in_context(inner_context, function(*args, **kwargs)))
 
-        return generator_wrapper
+    return generator_wrapper
 
+
+def _wrap_async_generator(
+    new_scope: Callable[[], TracedScope], function: Callable[..., Any], attaches: bool
+) -> Callable[..., Any]:
     async def async_generator_wrapper(*args: Any, **kwargs: Any) -> Any:
         items = function(*args, **kwargs)
         inner_context = contextvars.copy_context() if attaches else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 from collections.abc import Mapping
 from types import TracebackType
@@ -14,6 +13,8 @@ from otel_infer.gpu.timing import timing
 from otel_infer.instrumentation.manual._scope import ENGINE, TracedScope, log_unrecorded, resolve_device
 from otel_infer.ringbuffer import events
 from otel_infer.tracing import caller, request_span, start
+from otel_infer.tracing.context import detach
+from otel_infer.tracing.outcome import classify_exception
 
 DEFAULT_OPERATION = "inference"
 _DEVICE_TIME = "a stage's time on the device"
@@ -94,9 +95,9 @@ class request(TracedScope):  # noqa: N801 - used like a function
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: TracebackType | None) -> None:
         if self._token is not None:
-            start.detach(self._token)
+            detach(self._token)
         if self._live is not None and self._owns_request:
-            self._live.close(*_error_to_outcome(error))
+            self._live.close(*classify_exception(error))
 
     def _open_request(self) -> request_span.RequestSpan | None:
         live = start.open_request(
@@ -178,13 +179,3 @@ def _encode_headers(headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
         (str(name).encode("utf-8", "replace"), str(value).encode("utf-8", "replace"))
         for name, value in headers.items()
     ]
-
-
-def _error_to_outcome(error: BaseException | None) -> tuple[int, str]:
-    if error is None:
-        return events.OK, ""
-    if isinstance(error, (asyncio.CancelledError, GeneratorExit)):
-        return events.ABORTED, "cancelled"
-    if isinstance(error, (TimeoutError, asyncio.TimeoutError)):
-        return events.ABORTED, "timeout"
-    return events.ERROR, type(error).__qualname__

@@ -26,11 +26,11 @@ _DEVICE_TIME = "a step's time on the device"
 
 
 class _LoopWriter:
-    """The step log of a thread. It is released for reuse when the thread ends."""
+    """The writer of a thread's steps. It is released for reuse when the thread ends."""
 
-    def __init__(self, log: BatchWriter) -> None:
-        self.writer, self.pid = log, os.getpid()
-        log.pack_handles = lambda members: b"".join(map(_get_packed_handle, members))
+    def __init__(self, writer: BatchWriter) -> None:
+        self.writer, self.pid = writer, os.getpid()
+        writer.pack_handles = lambda members: b"".join(map(_get_packed_handle, members))
 
     def __del__(self) -> None:
         try:
@@ -82,15 +82,15 @@ class step:  # noqa: N801 - used like a function
     def __enter__(self) -> step:
         self._token = torch_suppressed.set(True)
         try:
-            log = self._get_writer()
-            if log is not None:
+            writer = self._get_writer()
+            if writer is not None:
                 self._members = members = list(self._batch)
                 column = self._pack_column(self._prompt_tokens, 1) if self._prompt_tokens else b""
                 used, total, waiting = map(events.clamp_count, self._load)
-                self._step_number = log.write_scheduled(
+                self._step_number = writer.write_scheduled(
                     members, (), column, used, total, len(members), waiting
                 )
-                self._writer = log
+                self._writer = writer
         except Exception as exc:
             if _thread_loop.loop is not None:
                 # The change may be written partly, so the next step is recorded as a whole batch.
@@ -141,6 +141,6 @@ class step:  # noqa: N801 - used like a function
     def _get_writer() -> BatchWriter | None:
         loop = _thread_loop.loop
         if loop is None or not loop.writer.alive:
-            log = recorder.acquire_batch_writer(ENGINE)
-            _thread_loop.loop = loop = _LoopWriter(log) if log is not None else None
+            writer = recorder.acquire_batch_writer(ENGINE)
+            _thread_loop.loop = loop = _LoopWriter(writer) if writer is not None else None
         return loop.writer if loop is not None else None

@@ -16,9 +16,9 @@ from typing import Any
 from otel_infer import _clock
 from otel_infer.instrumentation.hooks.instrumentor import Instrumentor
 from otel_infer.instrumentation.hooks.probe import Hook
+from otel_infer.ringbuffer import events
 from otel_infer.ringbuffer.recorder import recorder
 
-CAUSE = "compile"
 _HANDLER = "torch._dynamo.callback:CompilationCallbackHandler"
 
 instrumentor = Instrumentor("torch_compile", "torch", ("torch._dynamo",))
@@ -48,7 +48,7 @@ def patch_end_callbacks(original: Callable[..., Any], hook: Hook) -> Callable[..
     def run_end_callbacks(self: Any, *args: Any, **kwargs: Any) -> Any:
         started_at, _current.started_at = _current.started_at, 0
         if hook.alive and started_at:
-            recorder.record_pause(CAUSE, started_at, _clock.now())
+            recorder.record_pause(events.PAUSE_COMPILE, started_at, _clock.now())
         return original(self, *args, **kwargs)
 
     return run_end_callbacks

@@ -27,7 +27,6 @@ from otel_infer.tracing import start
 
 log = logging.getLogger(__name__)
 
-CAUSE = "capture"
 DEVICE_TIME = "device time"
 _GRAPH = "torch.cuda.graphs:CUDAGraph"
 
@@ -148,6 +147,6 @@ def patch_capture_end(original: Callable[..., Any], hook: Hook) -> Callable[...,
                 _current.is_announced = False
                 graph_capture.end_capture()
             if hook.alive and started_at:
-                recorder.record_pause(CAUSE, started_at, _clock.now())
+                recorder.record_pause(events.PAUSE_CAPTURE, started_at, _clock.now())
 
     return capture_end

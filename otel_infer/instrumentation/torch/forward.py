@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 from otel_infer import _clock
 from otel_infer.gpu.timed_work import StageWork
 from otel_infer.gpu.timing import UNTIMED, timing
-from otel_infer.instrumentation.hooks.engines import strip_model_path
+from otel_infer.instrumentation.hooks.engines import read_model_name
 from otel_infer.instrumentation.hooks.instrumentor import Instrumentor
 from otel_infer.instrumentation.hooks.probe import Hook
 from otel_infer.instrumentation.hooks.suppression import loading_for_engine, torch_suppressed
@@ -35,8 +35,10 @@ from otel_infer.instrumentation.hooks.target import TargetMismatch
 from otel_infer.ringbuffer import events
 from otel_infer.ringbuffer.recorder import recorder
 from otel_infer.tracing import request_span, start
+from otel_infer.tracing.context import detach
+from otel_infer.tracing.outcome import classify_exception
 
-PROVIDER, OPERATION, STAGE = events.TORCH, "inference", "forward"
+PROVIDER, OPERATION, STAGE = events.TORCH, "inference", events.FORWARD
 ENGINE_MODULES = ("vllm.", "sglang.", "tensorrt_llm.")
 """Prefixes of engine modules. Their models are ignored, because one forward pass serves many requests."""
 
@@ -146,7 +148,7 @@ def _begin_forward(module: Any) -> _ForwardCall | None:
             return _ForwardCall(request, _clock.now(), None, _begin_timing(module))
         if not recorder.active or _call_descriptor.is_grad_enabled():
             return None
-        name = model_name(module)
+        name = read_model_name(module)
         request = start.open_request(
             f"{OPERATION} {name}",
             owner=PROVIDER,
@@ -165,17 +167,19 @@ def _begin_forward(module: Any) -> _ForwardCall | None:
 
 def _end_forward(forward: _ForwardCall, args: Any, kwargs: Any, failure: BaseException | None) -> None:
     request, started_at, token, timing_handle = forward
+    if token is not None:
+        detach(token)
     try:
-        if token is not None:
-            start.detach(token)
         timing.end(timing_handle, StageWork(STAGE, request.handle))
+    except Exception as exc:  # the device failed; the stage is recorded nevertheless
+        _call_descriptor.hook.mark_failed(exc)
+    try:
         request.record_stage(STAGE, started_at, _read_batch_size(args, kwargs))
-        if token is not None and failure is None:
-            request.close()
-        elif token is not None:
-            request.close(events.ERROR, type(failure).__qualname__)
     except BaseException as exc:
         _call_descriptor.hook.mark_failed(exc)
+    finally:
+        if token is not None:
+            request.close(*classify_exception(failure))
 
 
 def _begin_timing(module: Any) -> Any:
@@ -195,7 +199,7 @@ def _set_model_name(request: request_span.RequestSpan, module: Any) -> None:
     """Sets the model that served the request: the first one, unless the name was set otherwise."""
     if not request.is_named and request not in _named_requests:
         _named_requests.add(request)
-        request.set_operation(OPERATION, PROVIDER, model_name(module))
+        request.set_operation(OPERATION, PROVIDER, read_model_name(module))
 
 
 def _read_batch_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
@@ -209,15 +213,6 @@ def _read_batch_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
             if isinstance(shape, tuple) and len(shape) >= 2:
                 return int(shape[0])
     return 0
-
-
-def model_name(module: Any) -> str:
-    """Returns the served name of a model: hub id, last component of its folder (never a path), or class."""
-    module = getattr(module, "_orig_mod", module)
-    name = getattr(getattr(module, "config", None), "_name_or_path", "")
-    if not isinstance(name, str) or not name:
-        return str(getattr(module, "original_name", "") or type(module).__name__)
-    return strip_model_path(name)
 
 
 # ── outermost modules ────────────────────────────────────────────────────────────────────────────────────────────

@@ -8,10 +8,11 @@ from typing import Any
 
 from opentelemetry import context as otel_context
 
-from otel_infer.instrumentation.hooks.engines import strip_model_path
+from otel_infer.instrumentation.hooks.engines import read_model_name
 from otel_infer.instrumentation.hooks.instrumentor import Instrumentor
 from otel_infer.instrumentation.hooks.probe import Hook
 from otel_infer.tracing import request_span, start
+from otel_infer.tracing.context import detach
 
 ENGINE = "transformers"
 CANCELLED = "_GenerationCancelled"
@@ -19,19 +20,13 @@ CANCELLED = "_GenerationCancelled"
 
 instrumentor = Instrumentor("transformers", "transformers", ("transformers",), is_engine=True)
 
-already_submitted: ContextVar[bool] = ContextVar("otel_infer-handed-over", default=False)
+already_submitted: ContextVar[bool] = ContextVar("otel_infer-already-submitted", default=False)
 """Whether another thread queued the next `generate` of this thread, and has recorded its submission."""
-
-
-def model_name(model: Any) -> str:
-    """Returns the served name of a model: hub id, last component of its folder (never a path), or class."""
-    name = str(getattr(getattr(model, "config", None), "_name_or_path", "") or "")
-    return strip_model_path(name) if name else type(model).__name__
 
 
 def open_own_request(operation: str, model: Any) -> request_span.RequestSpan | None:
     """Opens a request for work outside any server's request (offline use); None while nothing is recorded."""
-    name = model_name(model)
+    name = read_model_name(model)
     return start.open_request(
         f"{operation} {name}", owner=ENGINE, operation=operation, provider=ENGINE, model=name
     )
@@ -42,7 +37,7 @@ def name_request(request: request_span.RequestSpan, operation: str, model: Any) 
     if not request.is_named:
         request.is_named = True
         request.set_operation(
-            operation=request.operation or operation, provider=ENGINE, model=model_name(model)
+            operation=request.operation or operation, provider=ENGINE, model=read_model_name(model)
         )
 
 
@@ -57,6 +52,6 @@ def wrap_in_empty_context(original: Callable[..., Any], hook: Hook) -> Callable[
         try:
             return original(*args, **kwargs)
         finally:
-            start.detach(token)
+            detach(token)
 
     return call_in_empty_context

@@ -261,7 +261,7 @@ def _get_tracker(scheduler: Any) -> _BatchTracker | None:
     return tracker
 
 
-def _remove_from_batch(scheduler: Any, state: Any) -> None:
+def remove_from_batch(scheduler: Any, state: Any) -> None:
     """Removes a sequence from the scheduler's batch."""
     tracker: _BatchTracker | None = getattr(scheduler, "_otel_infer_batches", None)
     if tracker is not None and not tracker.closed:

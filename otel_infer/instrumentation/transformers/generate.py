@@ -33,11 +33,12 @@ from otel_infer.instrumentation.transformers._instrumentor import (
     name_request,
     open_own_request,
 )
-from otel_infer.instrumentation.transformers.generation_arguments import get_setting, prompt_shape
+from otel_infer.instrumentation.transformers.generation_arguments import get_setting, read_prompt_shape
 from otel_infer.instrumentation.transformers.generation_run import GenerationRun, thread_state
 from otel_infer.ringbuffer import events
 from otel_infer.ringbuffer.recorder import recorder
 from otel_infer.tracing import start
+from otel_infer.tracing.context import detach
 
 _GENERATION = "transformers.generation.utils:GenerationMixin"
 OPERATION = "text_completion"
@@ -62,14 +63,24 @@ def wrap_generate(original: Callable[..., Any], hook: Hook) -> Callable[..., Any
         run = thread_state.run
         token = None
         try:
-            token = run.request.attach() if run is not None and run.owns_request else None
+            if run is not None and run.owns_request and hook.alive:
+                token = _attach_request(run, hook)
             return original(*args, **kwargs)
         finally:
             thread_state.run = outer
             if token is not None:
-                start.detach(token)
+                detach(token)
 
     return generate
+
+
+def _attach_request(run: GenerationRun, hook: Hook) -> Any:
+    """Returns the context token of the run's request; None if it could not be made current."""
+    try:
+        return run.request.attach()
+    except Exception as exc:
+        hook.mark_failed(exc)
+        return None
 
 
 @instrumentor.patch_function(
@@ -108,7 +119,7 @@ def _begin_generation(call: Call) -> GenerationRun | None:
     own = request is None
     if own and already_submitted.get():  # by a request that has ended and recorded it
         return None
-    rows, prompt = prompt_shape(call)
+    rows, prompt = read_prompt_shape(call)
     sequences = rows * (events.clamp_count(get_setting(call, "num_return_sequences")) or 1)
     request = request or open_own_request(OPERATION, call.instance)
     if request is None:

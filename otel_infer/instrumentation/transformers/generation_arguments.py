@@ -32,7 +32,7 @@ def prompt_length(ids: Any) -> int:
         return 0
 
 
-def prompt_shape(call: Call) -> tuple[int, int]:
+def read_prompt_shape(call: Call) -> tuple[int, int]:
     """Returns (rows, tokens per row) of the prompt; 0 tokens if it is something else, such as audio."""
     inputs = call["inputs"]
     ids = call.kwargs.get("input_ids") if inputs is None else inputs

@@ -17,6 +17,7 @@ from otel_infer.instrumentation.transformers.generation_arguments import tensor_
 from otel_infer.ringbuffer import events
 from otel_infer.ringbuffer.batch_writer import BatchWriter
 from otel_infer.tracing import request_span
+from otel_infer.tracing.outcome import classify_exception
 
 
 class GenerationRun:
@@ -27,10 +28,10 @@ class GenerationRun:
     """
 
     def __init__(
-        self, request: request_span.RequestSpan, own: bool, log: BatchWriter | None, rows: int, prompt: int
+        self, request: request_span.RequestSpan, own: bool, writer: BatchWriter | None, rows: int, prompt: int
     ) -> None:
         """`own`: the request was opened for this call, so the call closes it. `prompt`: tokens per row."""
-        self.request, self.owns_request, self.writer = request, own, log
+        self.request, self.owns_request, self.writer = request, own, writer
         self.packed = request.packed
         self.rows = self.computed_rows = rows
         self.prompt_tokens, self.start_length, self.max_new_tokens = prompt, prompt, 0
@@ -124,7 +125,7 @@ class GenerationRun:
         tokens = length * self.rows or self.tokens
         if self.writer is None or not self.stepping:
             self.request.record_event(events.RequestScheduled(self.began_at))
-            self.request.record_stage("decode", self.began_at, tokens)
+            self.request.record_stage(events.DECODE, self.began_at, tokens)
         # A row that stops at exactly the maximum length also gets "length".
         reason = "length" if 0 < self.max_new_tokens <= length else "stop"
         self.request.record_event(events.EngineFinished(_clock.now(), reason, tokens))
@@ -140,16 +141,15 @@ class GenerationRun:
         """Records that the call failed, or that it was cancelled."""
         timing.cancel(self.timing_handle or 0)
         kv_cache.record_size(self.request, self.cache)
-        cancelled = not isinstance(exc, Exception) or type(exc).__name__ == CANCELLED
-        self.request.record_event(
-            events.EngineFinished(_clock.now(), "abort" if cancelled else "error", self.tokens)
-        )
-        if self.owns_request and cancelled:
-            self.request.close(events.ABORTED, "cancelled")
-        elif self.owns_request:
-            self.request.close(events.ERROR, type(exc).__qualname__)
-        elif not cancelled:
-            self.request.set_engine_error(type(exc).__qualname__)
+        outcome, error_type = classify_exception(exc)
+        if type(exc).__name__ == CANCELLED:
+            outcome, error_type = events.ABORTED, events.CANCELLED
+        reason = "error" if outcome == events.ERROR else "abort"
+        self.request.record_event(events.EngineFinished(_clock.now(), reason, self.tokens))
+        if self.owns_request:
+            self.request.close(outcome, error_type)
+        elif outcome == events.ERROR:
+            self.request.set_engine_error(error_type)
 
 
 class _GenerationThreadState(threading.local):

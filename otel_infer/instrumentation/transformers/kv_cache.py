@@ -31,14 +31,14 @@ def record_size(request: request_span.RequestSpan, cache: Any) -> None:
     A model may create a cache of any kind, so a cache that cannot be read is not an error.
     """
     try:
-        size = cache_bytes(cache)
+        size = count_cache_bytes(cache)
     except Exception:
         return
     if size:
         request.record_event(events.CacheHeld(_clock.now(), size))
 
 
-def cache_bytes(cache: Any) -> int:
+def count_cache_bytes(cache: Any) -> int:
     """Returns the bytes of all tensor storages of all layers, on any device, each storage once.
 
     0 if the cache is not one of the library's (transformers 5.5 to 5.24).

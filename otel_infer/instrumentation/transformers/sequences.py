@@ -29,11 +29,12 @@ from otel_infer.instrumentation.transformers.continuous_batching import (
     PROCESSOR,
     SCHEDULER,
     UNKNOWN_HANDLE,
-    _remove_from_batch,
+    remove_from_batch,
 )
 from otel_infer.instrumentation.transformers.generation_arguments import prompt_length
 from otel_infer.ringbuffer import events
 from otel_infer.tracing import request_span, start
+from otel_infer.tracing.outcome import classify_exception
 
 _STATE = f"{CB}.requests:RequestState"
 OPERATION = "text_completion"
@@ -117,7 +118,7 @@ def trace_add_request(call: Call) -> Generator[None, Any, None]:
         accepted = yield
     except BaseException as exc:
         if own:
-            request.close(events.ERROR, type(exc).__qualname__)
+            request.close(*classify_exception(exc))
         raise
     finally:
         _adding.group = None
@@ -170,7 +171,7 @@ def wrap_create_equivalent(original: Callable[..., Any], hook: Hook) -> Callable
         if hook.alive:
             try:
                 _inherit_request(state, self)
-                state.otel_infer_before, self.otel_infer_heir = self, state
+                state.otel_infer_predecessor, self.otel_infer_successor = self, state
             except Exception as exc:
                 hook.mark_failed(exc)
         return state
@@ -198,13 +199,13 @@ def wrap_add_waiting_request(original: Callable[..., Any], hook: Hook) -> Callab
 
 
 def _record_queued(scheduler: Any, state: Any, request: request_span.RequestSpan) -> None:
-    before = getattr(state, "otel_infer_before", None)
-    state.otel_infer_before = None
+    before = getattr(state, "otel_infer_predecessor", None)
+    state.otel_infer_predecessor = None
     if before is not None and before.request_id == state.request_id:
-        _remove_from_batch(scheduler, before)
+        remove_from_batch(scheduler, before)
         request.record_event(events.RequestPreempted(_clock.now(), "recompute"))
     elif getattr(state, "is_cpu_offloaded", False):
-        _remove_from_batch(scheduler, state)
+        remove_from_batch(scheduler, state)
         request.record_event(events.RequestPreempted(_clock.now(), "offload"))
     else:
         request.record_event(events.RequestReceived(_clock.now()))
@@ -220,7 +221,7 @@ def wrap_finish_request(original: Callable[..., Any], hook: Hook) -> Callable[..
         result = original(self, request_id)
         if state is not None:
             try:
-                _remove_from_batch(self, state)
+                remove_from_batch(self, state)
                 if state.status.name == "FINISHED" and not _has_successor(state):
                     _record_finished(state, _finish_reason(state))
             except Exception as exc:
@@ -232,7 +233,7 @@ def wrap_finish_request(original: Callable[..., Any], hook: Hook) -> Callable[..
 
 def _has_successor(state: Any) -> bool:
     """Whether the sequence continues in another state."""
-    successor = getattr(state, "otel_infer_heir", None)
+    successor = getattr(state, "otel_infer_successor", None)
     return successor is not None and bool(successor.request_id == state.request_id)
 
 
@@ -255,7 +256,7 @@ def wrap_clear_cancelled_requests(original: Callable[..., Any], hook: Hook) -> C
             try:
                 # Releases before 5.7 do not return the removed states.
                 for state in cancelled if result is None else result:
-                    _remove_from_batch(self, state)
+                    remove_from_batch(self, state)
                     _record_finished(state, "abort")
             except Exception as exc:
                 hook.mark_failed(exc)

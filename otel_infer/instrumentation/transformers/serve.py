@@ -96,9 +96,13 @@ def _wrap_submit(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]
         request = start.current_request() if hook.alive else None
         if request is None:
             return original(self, fn, *args, **kwargs)
-        if not request.engine:
-            request.record_submitted(ENGINE)
-        return original(self, _bind_to_request(request, fn), *args, **kwargs)
+        try:
+            if not request.engine:
+                request.record_submitted(ENGINE)
+            fn = _bind_to_request(request, fn)
+        except Exception as exc:
+            hook.mark_failed(exc)
+        return original(self, fn, *args, **kwargs)
 
     return submit
 
@@ -124,7 +128,11 @@ for _name in ("submit", "async_submit"):
 def _wrap_streamer_init(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     def init_streamer(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        self._otel_infer = start.current_request()
+        if hook.alive:
+            try:
+                self._otel_infer = start.current_request()
+            except Exception as exc:
+                hook.mark_failed(exc)
 
     return init_streamer
 
@@ -137,7 +145,7 @@ def _wrap_streamer_put(original: Callable[..., Any], hook: Hook) -> Callable[...
 
     def put(self: Any, value: Any) -> Any:
         request = getattr(self, "_otel_infer", None)
-        if request is None:
+        if request is None or not hook.alive:
             return original(self, value)
         started_at = _clock.now()
         try:
@@ -147,8 +155,12 @@ def _wrap_streamer_put(original: Callable[..., Any], hook: Hook) -> Callable[...
                 request.set_engine_error(type(exc).__qualname__)
             raise
         request.detokenize_ns += _clock.now() - started_at
-        if not request.tokens_reached and self.total_tokens:  # the first `put` may be the prompt
-            request.record_token_reached()
+        if not request.tokens_reached:
+            try:
+                if self.total_tokens:  # the first `put` may be the prompt
+                    request.record_token_reached()
+            except Exception as exc:
+                hook.mark_failed(exc)
         return result
 
     return put

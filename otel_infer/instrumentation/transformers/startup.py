@@ -11,11 +11,11 @@ from collections.abc import Callable
 from typing import Any
 
 from otel_infer import _clock
+from otel_infer.instrumentation.hooks.engines import read_model_name
 from otel_infer.instrumentation.hooks.probe import Hook
 from otel_infer.instrumentation.transformers._instrumentor import (
     ENGINE,
     instrumentor,
-    model_name,
     wrap_in_empty_context,
 )
 from otel_infer.instrumentation.transformers.continuous_batching import MANAGER
@@ -76,7 +76,7 @@ def _end_loading(
             request.record_stage(events.WEIGHTS, started_at)
             return
         model = model[0] if isinstance(model, tuple) else model  # with `output_loading_info=True`
-        name = "" if model is None else model_name(model)
+        name = "" if model is None else read_model_name(model)
         phase = events.PhaseEnded(_clock.now(), started_at, events.WEIGHTS, ENGINE, name, error_type)
         recorder.record_startup(phase)
     except BaseException as exc:

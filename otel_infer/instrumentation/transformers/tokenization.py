@@ -14,6 +14,7 @@ from otel_infer import _clock
 from otel_infer.instrumentation.hooks.probe import Hook
 from otel_infer.instrumentation.transformers._instrumentor import instrumentor
 from otel_infer.instrumentation.transformers.generation_run import thread_state
+from otel_infer.ringbuffer import events
 from otel_infer.tracing import start
 
 _TOKENIZER = "transformers.tokenization_utils_base:PreTrainedTokenizerBase"
@@ -41,7 +42,7 @@ def _wrap_tokenize(original: Callable[..., Any], hook: Hook) -> Callable[..., An
         finally:
             tokenizer_call.busy = False
         try:
-            request.record_stage("tokenize", started_at, _token_count(result))
+            request.record_stage(events.TOKENIZE, started_at, _token_count(result))
         except Exception as exc:
             hook.mark_failed(exc)
         return result

@@ -26,11 +26,12 @@ from otel_infer.instrumentation.vllm._instrumentor import (
 )
 from otel_infer.ringbuffer import events
 from otel_infer.tracing import caller, propagation, request_span, start
+from otel_infer.tracing.outcome import classify_exception
 
 RENDERER = "vllm.renderers.base:BaseRenderer"
 CLIENT = "vllm.v1.engine.core_client"
 OUTPUT_PROCESSOR = "vllm.v1.engine.output_processor:OutputProcessor"
-TOKENIZE = "tokenize"
+TOKENIZE = events.TOKENIZE
 
 
 class PromptRequest:
@@ -215,10 +216,7 @@ def _close_rejected(request_id: str, exc: BaseException) -> None:
     """Removes a sequence that never reached the engine core; closes an offline request with the error."""
     prompt_request = in_flight.pop(request_id, None)
     if prompt_request is not None and prompt_request.owns_request:
-        outcome = events.ERROR if isinstance(exc, Exception) else events.ABORTED
-        prompt_request.request.close(
-            outcome, type(exc).__qualname__ if outcome == events.ERROR else "cancelled"
-        )
+        prompt_request.request.close(*classify_exception(exc))
 
 
 _CLIENTS = {

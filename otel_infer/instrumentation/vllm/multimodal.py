@@ -15,9 +15,10 @@ from typing import Any
 from otel_infer import _clock
 from otel_infer.instrumentation.hooks.probe import Call
 from otel_infer.instrumentation.vllm._instrumentor import MEDIA, instrumentor
+from otel_infer.ringbuffer import events
 from otel_infer.tracing import start
 
-FETCH, PREPARE = "fetch media", "prepare media"
+FETCH, PREPARE = events.FETCH_MEDIA, events.PREPARE_MEDIA
 
 
 def _record_stage(name: str) -> Generator[None, Any, None]:

@@ -42,15 +42,18 @@ def _wrap_update(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]
 
     def update(self: Any, *args: Any, **kwargs: Any) -> Any:
         request = getattr(self, "otel_infer", None)
-        if request is None:
+        if request is None or not hook.alive:
             return original(self, *args, **kwargs)
         started_at = _clock.now()
         stop_string = original(self, *args, **kwargs)
         request.detokenize_ns += _clock.now() - started_at
-        if not request.tokens_reached and (args[0] if args else kwargs.get("new_token_ids")):
-            request.record_token_reached()
-        if stop_string is not None:
-            _stopped[self.otel_infer_id] = self
+        try:
+            if not request.tokens_reached and (args[0] if args else kwargs.get("new_token_ids")):
+                request.record_token_reached()
+            if stop_string is not None:
+                _stopped[self.otel_infer_id] = self
+        except Exception as exc:
+            hook.mark_failed(exc)
         return stop_string
 
     return update

@@ -305,7 +305,7 @@ def evict_cached_block(original: Callable[..., Any], hook: Hook) -> Callable[...
 
     def evict_cached_block(*args: Any, **kwargs: Any) -> Any:
         evicted = original(*args, **kwargs)
-        if evicted:
+        if evicted and hook.alive:
             _evictions.add()
         return evicted
 
@@ -317,8 +317,11 @@ def wrap_execute_dummy_batch(original: Callable[..., Any], hook: Hook) -> Callab
     def execute_dummy_batch(*args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
         if hook.alive:
-            _dummy_batches.add()
-            _dummy_batches.flush_if_due(_clock.now())
+            try:
+                _dummy_batches.add()
+                _dummy_batches.flush_if_due(_clock.now())
+            except Exception as exc:
+                hook.mark_failed(exc)
         return result
 
     return execute_dummy_batch

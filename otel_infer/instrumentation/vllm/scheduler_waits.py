@@ -26,7 +26,7 @@ from otel_infer.ringbuffer import events
 from otel_infer.ringbuffer.recorder import recorder
 
 MANAGER = "vllm.v1.structured_output:StructuredOutputManager"
-GRAMMAR, KV_TRANSFER = "grammar", "kv transfer"
+GRAMMAR, KV_TRANSFER = events.GRAMMAR, events.KV_TRANSFER
 WAITING_FOR_KV = "WAITING_FOR_REMOTE_KVS"
 CAPACITY, OTHER = "capacity", "other"
 REASONS = {
@@ -54,7 +54,7 @@ class WaitingReporter:
 
         It also marks each request that begins to wait for KV blocks.
         """
-        deferred = deferred_requests(scheduler)
+        deferred = get_deferred_requests(scheduler)
         if deferred and getattr(scheduler, "connector", None) is not None:
             for request in deferred:
                 if request.status.name == WAITING_FOR_KV and not hasattr(request, "otel_infer_kv"):
@@ -69,7 +69,9 @@ class WaitingReporter:
 
     def report_waiting(self, scheduler: Any, at: int) -> None:
         """Records the number of waiting requests per reason, reasons that have become 0 included."""
-        counts = Counter(REASONS.get(request.status.name, OTHER) for request in deferred_requests(scheduler))
+        counts = Counter(
+            REASONS.get(request.status.name, OTHER) for request in get_deferred_requests(scheduler)
+        )
         counts[CAPACITY] = count_waiting(scheduler) - counts.total()
         for reason in sorted(self._reasons | counts.keys()):
             recorder.record_process(events.WaitingSeen(at, reason, max(counts[reason], 0)))
@@ -86,7 +88,7 @@ def count_waiting(scheduler: Any) -> int:
     return len(scheduler.waiting) + len(skipped) + len(holding)
 
 
-def deferred_requests(scheduler: Any) -> Collection[Any]:
+def get_deferred_requests(scheduler: Any) -> Collection[Any]:
     """Returns the waiting requests that cannot be scheduled yet; empty on 0.17, which lists none."""
     deferred: Collection[Any] | None = getattr(scheduler, "deferred_waiting", None)
     return getattr(scheduler, "skipped_waiting", ()) if deferred is None else deferred
@@ -140,11 +142,19 @@ def wrap_create_grammar(original: Callable[..., Any], hook: Hook) -> Callable[..
         try:
             return original(self, request)
         finally:
-            compilation = getattr(request, "otel_infer_grammar", None)
-            if compilation is not None:
-                request.otel_infer_grammar = compilation[0], _clock.now()
+            if hook.alive:
+                _mark_compiled(request, hook)
 
     return create_grammar
+
+
+def _mark_compiled(request: Any, hook: Hook) -> None:
+    try:
+        compilation = getattr(request, "otel_infer_grammar", None)
+        if compilation is not None:
+            request.otel_infer_grammar = compilation[0], _clock.now()
+    except Exception as exc:
+        hook.mark_failed(exc)
 
 
 @instrumentor.patch_hot_path(f"{SCHEDULER}._update_waiting_for_remote_kv", reads=("request",), part=TRANSFERS)

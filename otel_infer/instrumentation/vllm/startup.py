@@ -34,6 +34,8 @@ def _make_phase_wrapper(phase: str) -> Callable[[Callable[..., Any], Hook], Call
 
     def wrap_phase(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
         def run_phase(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if not hook.alive:
+                return original(self, *args, **kwargs)
             started_at, error_type = _clock.now(), ""
             recorder.record_startup(events.PhaseBegan(started_at, phase))
             try:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 class StepTimed(NamedTuple):
     """Execution of a step on the device, from `started_at` to `at`.
 
-    Both instants are on the host's clock, each within `bound_ns`. The fields up to `log` are those of
+    Both instants are on the host's clock, each within `bound_ns`. The fields up to `ring_number` are those of
     `StepExecuted`. Lengths are in ns and clamped to about 4 s. `launched_ns`: the time in which the host
     launched it. `queued_ns`: from then until the device began. `gap_ns`: the device's idle time on that
     stream before it. `launched_ns` and `gap_ns` are `UNKNOWN_NS` where unknown.
@@ -20,7 +20,7 @@ class StepTimed(NamedTuple):
     pid: int
     rank: int
     step: int
-    log: int
+    ring_number: int
     launched_ns: int
     queued_ns: int
     gap_ns: int

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from otel_infer import semconv
+
 # Phases of a process start, and the sources that determine its end.
 WEIGHTS = "weights"
 WARMUP = "warmup"
@@ -22,6 +24,15 @@ class HooksReported(NamedTuple):
     integration: str
     active: int
     total: int
+
+
+PAUSE_GC, PAUSE_COMPILE, PAUSE_CAPTURE, PAUSE_EVENT_LOOP = (
+    semconv.CAUSE_GC,
+    semconv.CAUSE_COMPILE,
+    semconv.CAUSE_CAPTURE,
+    semconv.CAUSE_EVENT_LOOP,
+)
+"""Causes of pauses that instrumentations record."""
 
 
 class PauseSeen(NamedTuple):
@@ -118,14 +129,14 @@ class ProcessSeen(NamedTuple):
 class EngineSeen(NamedTuple):
     """Engine of the process with ring `process`, added by the reader: this ring holds its steps.
 
-    `log`: the number of this ring among those of its process.
+    `ring_number`: the number of this ring among those of its process.
     """
 
     at: int
     process: int
     pid: int
     engine: str
-    log: int = 0
+    ring_number: int = 0
 
 
 class ThreadSeen(NamedTuple):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Union
 
+from otel_infer import semconv
+
 Value = Union[str, bool, int, float, Sequence[str], Sequence[bool], Sequence[int], Sequence[float]]
 """Types that OpenTelemetry allows as an attribute value."""
 
@@ -29,6 +31,20 @@ TORCH = "torch"
 OK = 0
 ERROR = 1
 ABORTED = 2
+CANCELLED, TIMEOUT, CLIENT_DISCONNECT = (
+    semconv.ERROR_CANCELLED,
+    semconv.ERROR_TIMEOUT,
+    semconv.ERROR_CLIENT_DISCONNECT,
+)
+"""Error types of aborted requests."""
+TOKENIZE, FETCH_MEDIA, PREPARE_MEDIA = (
+    semconv.SPAN_TOKENIZE,
+    semconv.SPAN_FETCH_MEDIA,
+    semconv.SPAN_PREPARE_MEDIA,
+)
+GRAMMAR, KV_TRANSFER = semconv.SPAN_GRAMMAR, semconv.SPAN_KV_TRANSFER
+FORWARD, DECODE = semconv.SPAN_FORWARD, semconv.SPAN_DECODE
+"""Names of stages that instrumentations record."""
 
 
 class RequestArrived(NamedTuple):

@@ -49,8 +49,8 @@ class StepDone(NamedTuple):
 class StepExecuted(NamedTuple):
     """Worker's part of an engine step, by the worker's host clock.
 
-    `pid`: the engine's process. `rank`: the worker's. `log`: number of the engine's step ring among those of
-    that process; 0 = the only one.
+    `pid`: the engine's process. `rank`: the worker's. `ring_number`: number of the engine's step ring among
+    those of that process; 0 = the only one.
     """
 
     at: int
@@ -59,7 +59,7 @@ class StepExecuted(NamedTuple):
     pid: int
     rank: int
     step: int
-    log: int = 0
+    ring_number: int = 0
 
 
 class WaitingSeen(NamedTuple):
@@ -74,12 +74,12 @@ class WaitingSeen(NamedTuple):
 
 
 class BlocksSized(NamedTuple):
-    """Tokens per block of this engine's KV cache. `log`: as in `StepExecuted`."""
+    """Tokens per block of this engine's KV cache. `ring_number`: as in `StepExecuted`."""
 
     at: int
     engine: str
     pid: int
-    log: int
+    ring_number: int
     tokens: int
 
 

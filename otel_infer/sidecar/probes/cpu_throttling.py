@@ -18,10 +18,9 @@ import os
 from collections.abc import Callable, Iterable
 from pathlib import Path, PurePosixPath
 
-from otel_infer import _clock
+from otel_infer import _clock, semconv
 from otel_infer.ringbuffer import events
 
-CAUSE = "throttled"
 SAMPLE_INTERVAL_NS = 100_000_000
 """The default period of CPU quotas."""
 EARLY_TOLERANCE_NS = 5_000_000
@@ -144,7 +143,7 @@ class CpuThrottlingProbe:
         recorded = []
         for files, group in self._groups.items():
             at, length = group.read_throttling(self._now)
-            pause = events.PauseSeen(at, at - length, CAUSE)
+            pause = events.PauseSeen(at, at - length, semconv.CAUSE_THROTTLED)
             throttled = [ring for ring, stat_files in self._files.items() if stat_files == files and length]
             recorded += [events.RecordedEvent(ring, 0, pause) for ring in throttled]
         return recorded

@@ -1,8 +1,8 @@
 """Requests a tape from a sidecar, through files in the folder of its rings, which only its user can reach.
 
-    dump-TOKEN.asked      created by the requester, removed by the sidecar that accepts it
+    dump-TOKEN.requested  created by the requester, removed by the sidecar that accepts it
     dump-TOKEN.tape       the complete tape
-    dump-TOKEN.refused    or the reason why there is none
+    dump-TOKEN.rejected   or the reason why there is none
 
 Signals to a pid are not used, because pids differ between containers. The requester removes the tape.
 """
@@ -32,7 +32,7 @@ def request_dump(folder: Path, patience_s: float = DUMP_TIMEOUT_S) -> Path:
     Raises `DumpFailed`.
     """
     request = folder / f"{directory.DUMP_PREFIX}{secrets.token_hex(8)}{directory.DUMP_REQUESTED}"
-    tape, rejection = request.with_suffix(directory.DUMP_DONE), request.with_suffix(directory.DUMP_FAILED)
+    tape, rejection = request.with_suffix(directory.DUMP_DONE), request.with_suffix(directory.DUMP_REJECTED)
     is_answered = False
     try:
         os.close(os.open(request, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
@@ -59,7 +59,7 @@ def request_dump(folder: Path, patience_s: float = DUMP_TIMEOUT_S) -> Path:
     raise DumpFailed(f"the sidecar did not answer within {patience_s:g} s")
 
 
-def pending_dumps(folder: Path) -> Iterator[Path]:
+def take_dump_requests(folder: Path) -> Iterator[Path]:
     """Yields the paths of the tapes that were requested; removes old tapes that were not fetched."""
     try:
         names = [name for name in os.listdir(folder) if directory.is_dump(name)]
@@ -78,7 +78,7 @@ def reject_dump(tape: Path, reason: str) -> None:
     part = tape.with_suffix(directory.DUMP_PART)
     try:
         part.write_text(reason, encoding="utf-8")
-        part.rename(tape.with_suffix(directory.DUMP_FAILED))
+        part.rename(tape.with_suffix(directory.DUMP_REJECTED))
     except OSError:
         part.unlink(missing_ok=True)
 

@@ -31,17 +31,11 @@ FORMAT = 1
 SYNC_NS = 5_000_000_000
 """A writer that is killed loses the events of at most this time."""
 _HEADER_KEY = "otel_infer tape"
-_TYPES_BY_NAME: Mapping[str, type] = {
-    name: event
-    for name, event in vars(events).items()
-    if isinstance(event, type) and hasattr(event, "_fields") and name not in ("EventLayout", "RecordedEvent")
-}
+_TYPES_BY_NAME: Mapping[str, type[Any]] = {event.__name__: event for event in events.EVENT_TYPES}
 _BYTES_FIELDS: Mapping[str, tuple[bool, ...]] = {
     name: tuple(field is bytes for field in get_type_hints(event).values())
     for name, event in _TYPES_BY_NAME.items()
 }
-EVENT_TYPES: tuple[type[Any], ...] = tuple(_TYPES_BY_NAME.values())
-"""Every kind of event that a tape may hold."""
 
 
 class InvalidRecording(ValueError):
@@ -55,7 +49,7 @@ class EventBatch(NamedTuple):
     horizon: int
 
 
-def unused_path(path: Path) -> Path:
+def rotate_tape(path: Path) -> Path:
     """Returns `path` for a new tape; a tape that exists there is first renamed with a number."""
     numbers = (path.with_name(f"{path.stem}.{number}{path.suffix}") for number in itertools.count(1))
     with contextlib.suppress(OSError):  # it may be a mount point, or its folder not writable
@@ -121,7 +115,7 @@ def _make_json_safe(value: Any) -> Any:
 def open_writer(path: str) -> RecordingWriter | None:
     """Returns the writer of a new tape; None if `path` is "", or after a logged failure."""
     try:
-        return RecordingWriter(unused_path(Path(path))) if path else None
+        return RecordingWriter(rotate_tape(Path(path))) if path else None
     except OSError as error:
         log.error("cannot open the tape, nothing is recorded: %s", error)
         return None

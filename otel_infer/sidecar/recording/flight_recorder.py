@@ -22,8 +22,8 @@ from typing import NamedTuple
 from otel_infer import _clock
 from otel_infer._version import VERSION
 from otel_infer.ringbuffer import directory
+from otel_infer.ringbuffer.arena import RingUnavailable
 from otel_infer.ringbuffer.events import RecordedEvent
-from otel_infer.ringbuffer.writer import RingUnavailable
 from otel_infer.sidecar.recording import dump_request
 from otel_infer.sidecar.recording.file import RecordingWriter
 from otel_infer.sidecar.recording.window import EventWindow, WindowSnapshot
@@ -140,7 +140,7 @@ class FlightRecorder:
             self._try_request_dump(SIGNAL)
         if now - self._polled_at >= POLL_INTERVAL_NS:
             self._polled_at = now
-            for tape in dump_request.pending_dumps(self._rings_folder):
+            for tape in dump_request.take_dump_requests(self._rings_folder):
                 with self._lock:
                     self._waiting.append(_DumpRequest(COMMAND, tape, self._cycles + DUMP_DELAY_CYCLES, 0))
         if self._waiting:
@@ -228,6 +228,8 @@ class FlightRecorder:
             if request.reason != COMMAND:
                 _remove_files(_find_abandoned(folder))
             write_recording(request.path, snapshot, request.reason, self._slo)
+        except DumpRejected as error:
+            failure = str(error)
         except Exception as error:  # a full disk, for example; the sidecar continues
             failure = f"{type(error).__name__}: {error}"
         else:

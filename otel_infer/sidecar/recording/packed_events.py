@@ -8,9 +8,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from otel_infer.ringbuffer import events
-from otel_infer.sidecar.recording import file
 
-EVENT_CODES = {kind: code for code, kind in enumerate(file.EVENT_TYPES)}
+EVENT_CODES = {kind: code for code, kind in enumerate(events.EVENT_TYPES)}
 MARSHAL_VERSION = 2
 """Version of `marshal` without references, which cost more than they save."""
 COMPRESSION_LEVEL = 1

@@ -14,8 +14,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from otel_infer.ringbuffer.events import RecordedEvent
-from otel_infer.sidecar.recording import file
+from otel_infer.ringbuffer.events import EVENT_TYPES, RecordedEvent
 from otel_infer.sidecar.recording.file import EventBatch
 from otel_infer.sidecar.recording.packed_events import (
     COMPRESSION_LEVEL,
@@ -153,5 +152,5 @@ def _unpack_chunk(chunk: _CompressedChunk) -> Iterator[tuple[int, list[EventRow]
 
 
 def _rows_to_events(rows: Sequence[EventRow]) -> list[RecordedEvent]:
-    kinds = file.EVENT_TYPES
+    kinds = EVENT_TYPES
     return [RecordedEvent(ring, handle, kinds[code](*fields)) for ring, handle, code, *fields in rows]

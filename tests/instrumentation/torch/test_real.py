@@ -21,6 +21,7 @@ from otel_infer.instrumentation.torch import cuda_graphs
 from otel_infer.instrumentation.torch import forward as forward_hooks
 from otel_infer.ringbuffer import events
 from otel_infer.tracing import start
+from otel_infer.tracing.context import detach
 from tests.support.rings import Recording, stages_of
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
@@ -94,7 +95,7 @@ def test_forward_under_request_is_a_stage_with_gradients(recording: Recording) -
     assert request is not None
     token = request.attach()
     model(x())
-    start.detach(token)
+    detach(token)
     request.close()
     (record,) = recording.records()
     assert stages_of(record) == ["ingress", "forward"]
@@ -405,7 +406,7 @@ def test_pipeline_under_a_request_has_tokenize_and_forward(
     assert request is not None
     token = request.attach()
     pipe("hello")
-    start.detach(token)
+    detach(token)
     request.close()
     (record,) = recording.records()
     assert stages_of(record) == ["ingress", "tokenize", "forward"]

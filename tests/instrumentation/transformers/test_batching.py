@@ -16,6 +16,7 @@ from otel_infer.assembly.records.request import RequestRecord
 from otel_infer.instrumentation.transformers import instrumentor
 from otel_infer.ringbuffer import events
 from otel_infer.tracing import start
+from otel_infer.tracing.context import detach
 from tests.instrumentation.transformers.recorded import (
     Recorded,
     check_stages,
@@ -532,7 +533,7 @@ def test_the_batching_loop_has_no_current_request(make: Make, recorded: Recorded
     engine.start()
     engine.add(5, max_new_tokens=2)
     engine.wait(1)
-    start.detach(token)
+    detach(token)
     request.close()
     engine.stop()
     assert seen and set(seen) == {None}
@@ -546,7 +547,7 @@ def test_sequences_in_a_servers_request_are_its_stages(make: Make, recorded: Rec
     request = open_server_request()
     token = request.attach()
     request_id = engine.add(7, max_new_tokens=4)
-    start.detach(token)
+    detach(token)
     engine.run()
     assert recorded.records() == [], "the server must close the request"
     request.close(status_code=200)
@@ -561,7 +562,7 @@ def test_prompts_of_one_servers_request_are_added_up(make: Make, recorded: Recor
     request = open_server_request()
     token = request.attach()
     ids = [engine.add(prompt(tokens), max_new_tokens=new) for tokens, new in ((7, 4), (5, 2))]
-    start.detach(token)
+    detach(token)
     engine.run()
     request.close(status_code=200)
     record = recorded.only_record()
@@ -580,7 +581,7 @@ def test_a_failed_sequence_fails_the_servers_request(
     request = open_server_request()
     token = request.attach()
     engine.add(7, max_new_tokens=4)
-    start.detach(token)
+    detach(token)
     engine.start()
     engine.wait(1)
     request.close(status_code=200)

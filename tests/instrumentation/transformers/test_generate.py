@@ -22,6 +22,7 @@ from otel_infer.gpu.timing import DeviceTiming
 from otel_infer.instrumentation.transformers import generation_run, instrumentor, kv_cache
 from otel_infer.ringbuffer import events
 from otel_infer.tracing import start
+from otel_infer.tracing.context import detach
 from tests.instrumentation.transformers.recorded import (
     Recorded,
     check_stages,
@@ -256,7 +257,7 @@ def test_cache_size_counts_nested_tensors_and_shared_ones_once() -> None:
         keys=keys, seen=keys[:1], scaled=(torch.zeros(4), torch.zeros(1)), length=torch.tensor(3)
     )
     state = SimpleNamespace(conv={"a": torch.zeros(3)}, keys=None)
-    assert kv_cache.cache_bytes(SimpleNamespace(layers=[layer, state])) == 4 * (16 + 4 + 1 + 3)
+    assert kv_cache.count_cache_bytes(SimpleNamespace(layers=[layer, state])) == 4 * (16 + 4 + 1 + 3)
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
@@ -382,7 +383,7 @@ def test_a_text_streamers_time_counts_once(
     request = open_server_request()
     token = request.attach()
     result = model.generate(**arguments(streamer=transformers.TextStreamer(tokenizer, skip_prompt=True)))
-    start.detach(token)
+    detach(token)
     spent = request.detokenize_ns
     request.close()
     assert capsys.readouterr().out.strip() == tokenizer.decode(result[0, PROMPT:]).strip()
@@ -424,7 +425,7 @@ def test_generate_in_a_servers_request_is_its_stages(model: Any, tokenizer: Any,
     result = model.generate(**inputs, max_new_tokens=NEW, pad_token_id=0, eos_token_id=None)
     tokenizer.batch_decode(result)
     assert start.current_request() is request
-    start.detach(token)
+    detach(token)
     request.close(status_code=200)
     record = recorded.only_record()
     check_stages(record, "ingress", "tokenize", "queue", "prefill", "decode", "postprocess")
@@ -438,7 +439,7 @@ def test_successive_generate_calls_in_one_request_are_added_up(model: Any, recor
     token = request.attach()
     for tokens in (2, 3):
         model.generate(inputs=prompt(), max_new_tokens=tokens, pad_token_id=0)
-    start.detach(token)
+    detach(token)
     request.close(status_code=200)
     record = recorded.only_record()
     assert (record.sequences, record.input_tokens, record.output_tokens) == (2, 2 * PROMPT, 5)
@@ -562,7 +563,7 @@ def test_time_between_two_calls_is_a_generation_gap(rows: int, model: Any, recor
     time.sleep(0.02)
     until = _clock.now()
     model.generate(**arguments(rows))
-    start.detach(token)
+    detach(token)
     request.close()
     record = recorded.only_record()
     (absence,) = record.generation_gaps
@@ -662,7 +663,7 @@ def test_a_failure_counts_unless_a_retry_succeeds(
         model.generate(**arguments(logits_processor=[Script(fails=4)]))
     if again:
         model.generate(**arguments())
-    start.detach(token)
+    detach(token)
     request.close(status_code=200)
     record = recorded.only_record()
     assert (record.outcome, record.error_type) == expected

@@ -12,6 +12,7 @@ import pytest
 from otel_infer.instrumentation.transformers import instrumentor
 from otel_infer.ringbuffer import events
 from otel_infer.tracing import start
+from otel_infer.tracing.context import detach
 from tests.instrumentation.transformers.recorded import Recorded, check_stages, open_server_request, sizes
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
@@ -68,7 +69,7 @@ def test_a_streamed_response_waits_in_the_threads_queue(
         request = open_server_request()
         token = request.attach()
         pieces = await streamed(manager, model, tokenizer, inputs)
-        start.detach(token)
+        detach(token)
         return request, pieces, await first
 
     request, pieces, _ = asyncio.run(run())
@@ -96,7 +97,7 @@ def test_an_unstreamed_response_has_the_same_numbers(
     request = open_server_request()
     token = request.attach()
     _, prompt, generated = asyncio.run(run())
-    start.detach(token)
+    detach(token)
     request.close(status_code=200)
     record = recorded.only_record()
     assert (
@@ -115,7 +116,7 @@ def test_a_cancelled_response_is_aborted(
     pieces = asyncio.run(
         streamed(serving.GenerateManager(), model, tokenizer, inputs, tokens=1000, cancel_at=3)
     )
-    start.detach(token)
+    detach(token)
     request.close(status_code=200)
     record = recorded.only_record()
     assert len(pieces) < 1000
@@ -130,7 +131,7 @@ def test_a_queued_request_after_disconnect_is_recorded_once(
     request = open_server_request()
     token = request.attach()
     answer = thread.submit(lambda: model.generate(**inputs, generation_config=settings()))
-    start.detach(token)
+    detach(token)
     request.close(events.ABORTED, "cancelled")
     is_free.set()
     assert answer.result(10).shape[1] == inputs["input_ids"].shape[1] + 5
@@ -145,7 +146,7 @@ def test_the_thread_uses_the_submitters_current_request(serving: Any, recorded: 
     token = request.attach()
     thread = serving.InferenceThread()
     assert thread.submit(start.current_request).result(10) is request
-    start.detach(token)
+    detach(token)
     assert thread.submit(start.current_request).result(10) is None
     with pytest.raises(ZeroDivisionError):
         thread.submit(lambda: 1 // 0).result(10)

@@ -12,7 +12,7 @@ from otel_infer import _clock
 from otel_infer.ringbuffer import events
 from otel_infer.ringbuffer.reader import RequestReader
 from otel_infer.ringbuffer.recorder import recorder
-from otel_infer.tracing import start
+from otel_infer.tracing.context import detach
 from tests.instrumentation.transformers.recorded import Recorded, open_server_request
 from tests.support.rings import stages_of
 
@@ -75,7 +75,7 @@ def test_model_loaded_in_a_request_is_a_stage(tiny_llama: Path, recorded: Record
     request = open_server_request()
     token = request.attach()
     transformers.LlamaForCausalLM.from_pretrained(tiny_llama)
-    start.detach(token)
+    detach(token)
     request.close()
     assert phases() == []
     assert "weights" in stages_of(recorded.only_record())

@@ -20,7 +20,8 @@ import pytest
 from otel_infer.cli import run
 from otel_infer.config.environment import Config
 from otel_infer.ringbuffer import directory
-from otel_infer.ringbuffer.writer import FileArena, RequestWriter
+from otel_infer.ringbuffer.arena import FileArena
+from otel_infer.ringbuffer.writer import RequestWriter
 
 RUN = (sys.executable, "-m", "otel_infer", "run", "--")
 UNREACHABLE = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:9", "OTEL_EXPORTER_OTLP_TIMEOUT": "1"}

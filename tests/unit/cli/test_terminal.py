@@ -43,7 +43,7 @@ def served() -> Story:
 
 
 def test_stages_table_has_percentiles_and_time_share() -> None:
-    assert rendered(terminal.stages_table(served().records())) == text("""
+    assert rendered(terminal.make_stages_table(served().records())) == text("""
         where the time went
         stage        requests     p50     p95     p99     max  share of all time
         ingress             3  2.0 ms  4.7 ms  4.9 ms  5.0 ms              4.3 %
@@ -61,12 +61,12 @@ def test_custom_stages_follow_the_built_in_stages() -> None:
     for name in ("rerank", "guard", "tokenize"):
         story.stage(name, 1, 2, a)
     story.ends(10, a)
-    rows = rendered(terminal.stages_table(story.records())).splitlines()[2:]
+    rows = rendered(terminal.make_stages_table(story.records())).splitlines()[2:]
     assert [row.split()[0] for row in rows] == ["tokenize", "guard", "rerank"]
 
 
 def test_latency_table_covers_successful_requests_only() -> None:
-    assert rendered(terminal.latency_table(served().records())) == text("""
+    assert rendered(terminal.make_latency_table(served().records())) == text("""
         client-side latency
         latency              values     p50     p95     p99     max
         time to first token       2   40 ms   49 ms   50 ms   50 ms
@@ -76,7 +76,7 @@ def test_latency_table_covers_successful_requests_only() -> None:
 
 
 def test_tables_without_requests_have_no_rows() -> None:
-    lines = rendered(terminal.stages_table([]), terminal.latency_table([])).splitlines()
+    lines = rendered(terminal.make_stages_table([]), terminal.make_latency_table([])).splitlines()
     assert [line.split()[0] for line in lines] == ["where", "stage", "client-side", "latency"]
 
 
@@ -91,7 +91,7 @@ def test_lost_steps_are_no_gap_between_tokens() -> None:
     story.step(2000, 2010, [a])
     story.ends(2011, a)
     (row,) = [
-        row for row in rendered(terminal.latency_table(story.records())).splitlines() if "tokens" in row
+        row for row in rendered(terminal.make_latency_table(story.records())).splitlines() if "tokens" in row
     ]
     assert row.split() == ["between", "tokens", "1", *["10", "ms"] * 4]
 
@@ -182,16 +182,16 @@ def test_gpu_time_is_shown_with_its_error_bound() -> None:
                     "infer.device.duration": 0.01, "infer.device.clock_error": 0.000012, "infer.device.bottleneck": "launch-bound",
                 }
             )  # fmt: skip
-    lines = rendered(terminal.stages_table(records)).splitlines()
+    lines = rendered(terminal.make_stages_table(records)).splitlines()
     assert "GPU p50" in lines[1] and "GPU p99" in lines[1]
     rows = {line.split()[0]: line.split() for line in lines[2:]}
     assert rows["decode"][-5:] == ["20", "ms", "20", "ms", "launch-bound"]
     assert rows["queue"][-2:] == ["8.1", "%"], "a stage without GPU time has empty cells"
-    sentence = terminal.device_line(records)
+    sentence = terminal.format_device_line(records)
     assert "4 steps" in sentence and "±12 µs" in sentence
 
 
 def test_gpu_columns_are_absent_without_gpu_timing() -> None:
     records = served().records()
-    assert "GPU" not in rendered(terminal.stages_table(records))
-    assert "no GPU" in terminal.device_line(records)
+    assert "GPU" not in rendered(terminal.make_stages_table(records))
+    assert "no GPU" in terminal.format_device_line(records)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from otel_infer import semconv
 from otel_infer.instrumentation import garbage_collector as gc_instrumentation
 from otel_infer.ringbuffer import events
 from otel_infer.ringbuffer.recorder import recorder
@@ -190,3 +191,9 @@ def test_forked_child_records_its_own_pauses(recording: Recording, heap: list[An
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     live.close(events.OK)
     assert recording.records()[0].pauses
+
+
+def test_removed_hook_leaves_no_deferred_recorder() -> None:
+    assert semconv.CAUSE_GC in recorder.deferred_recorders
+    gc_instrumentation.instrumentor.remove()
+    assert semconv.CAUSE_GC not in recorder.deferred_recorders

@@ -23,6 +23,7 @@ from opentelemetry.trace import NonRecordingSpan, SpanContext
 from otel_infer.assembly.records.request import UserLink
 from otel_infer.instrumentation.threading import instrumentor
 from otel_infer.tracing import request_span, start
+from otel_infer.tracing.context import detach
 from tests.support.rings import Recording
 
 
@@ -45,7 +46,7 @@ class _InRequest:
         return request
 
     def __exit__(self, *_: object) -> None:
-        start.detach(self._token)
+        detach(self._token)
 
 
 def test_thread_inherits_the_request_it_was_started_in(recording: Recording) -> None:

@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 from otel_infer.ringbuffer import directory, layout
-from otel_infer.ringbuffer.writer import FileArena, RequestWriter, RingUnavailable
+from otel_infer.ringbuffer.arena import FileArena, RingUnavailable
+from otel_infer.ringbuffer.writer import RequestWriter
 
 USER = f"otel_infer-{os.getuid()}"
 
@@ -364,3 +365,18 @@ def test_a_folder_writable_by_others_is_not_served(shm: Path, monkeypatch: pytes
         assert open_to_all in directory.find_served_folders(
             open_to_all
         )  # a folder that is given explicitly is trusted
+
+
+def test_folder_of_an_ended_server_holds_dead_rings(tmp_path: Path) -> None:
+    arena = FileArena(tmp_path)
+    RequestWriter(arena, "1-a", "toy")
+    arena.close()
+    assert directory.holds_dead_server(tmp_path)
+    (tmp_path / directory.STARTING_FILE).touch()
+    assert not directory.holds_dead_server(tmp_path)
+
+
+def test_incomplete_rings_and_missing_folders_are_no_dead_server(tmp_path: Path) -> None:
+    (tmp_path / "1-a.requests").write_bytes(bytes(4096))
+    assert not directory.holds_dead_server(tmp_path)
+    assert not directory.holds_dead_server(tmp_path / "missing")

@@ -18,11 +18,12 @@ import pytest
 
 from otel_infer.assembly.assembler import GRACE_NS, Assembler
 from otel_infer.ringbuffer import events, layout
+from otel_infer.ringbuffer.arena import FileArena, MemoryArena
 from otel_infer.ringbuffer.batch_writer import BatchWriter, HandleTable
 from otel_infer.ringbuffer.merged_reader import LIVENESS_NS, MergedReader
 from otel_infer.ringbuffer.reader import RequestReader
 from otel_infer.ringbuffer.step_writer import StepWriter
-from otel_infer.ringbuffer.writer import FileArena, MemoryArena, RequestWriter
+from otel_infer.ringbuffer.writer import RequestWriter
 
 SECOND = 1_000_000_000
 Work = Callable[[FileArena], Any]

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from otel_infer import _clock
-from otel_infer.ringbuffer import events, layout, recorder, writer
+from otel_infer.ringbuffer import events, layout, recorder
+from otel_infer.ringbuffer.arena import FileArena, MemoryArena, RingUnavailable
 from otel_infer.ringbuffer.merged_reader import MergedReader
 from otel_infer.ringbuffer.reader import RequestReader
 from otel_infer.ringbuffer.recorder import Recorder
@@ -32,17 +33,17 @@ class Arenas:
     """Counts the arenas that were requested, and rejects requests when `rejection` is set."""
 
     def __init__(self) -> None:
-        self.made: list[writer.MemoryArena] = []
+        self.made: list[MemoryArena] = []
         self.rejection = ""
         self.requested = self.reader_checks = 0
         self.during_creation: Callable[[], None] = lambda: None
 
-    def make(self) -> writer.MemoryArena:
+    def make(self) -> MemoryArena:
         self.requested += 1
         self.during_creation()
         if self.rejection:
-            raise writer.RingUnavailable(self.rejection)
-        self.made.append(writer.MemoryArena())
+            raise RingUnavailable(self.rejection)
+        self.made.append(MemoryArena())
         return self.made[-1]
 
     def ensure_reader(self) -> None:
@@ -62,13 +63,13 @@ def recording(arenas: Arenas) -> Iterator[Recorder]:
     recording.stop()
 
 
-def read_events(arena: writer.MemoryArena) -> list[events.RecordedEvent]:
+def read_events(arena: MemoryArena) -> list[events.RecordedEvent]:
     """Returns all events of the only request ring of an arena."""
     (memory,) = [memory for name, memory in arena.buffers if name.endswith(layout.SUFFIX_REQUESTS)]
     return list(RequestReader(memory, 1).poll(0, final=True))
 
 
-def count_lost(arena: writer.MemoryArena) -> int:
+def count_lost(arena: MemoryArena) -> int:
     return sum(
         recorded.event.lost
         for recorded in read_events(arena)
@@ -76,7 +77,7 @@ def count_lost(arena: writer.MemoryArena) -> int:
     )
 
 
-def count_unrecorded(arena: writer.MemoryArena) -> int:
+def count_unrecorded(arena: MemoryArena) -> int:
     rings = MergedReader()
     for name, memory in arena.buffers:
         rings.add_ring(name, memory, 1)
@@ -97,7 +98,7 @@ def test_rings_are_created_at_the_first_event(recording: Recorder, arenas: Arena
 def test_startup_events_are_written_first_to_new_rings(arenas: Arenas) -> None:
     recording = Recorder()
     began = events.ProcessStarted(1, 2, b"t" * 16, b"s" * 8)
-    recording.start(arenas.make, arenas.ensure_reader, lambda reason: None, born=lambda: began)
+    recording.start(arenas.make, arenas.ensure_reader, lambda reason: None, get_process_start=lambda: began)
     recording.record_startup(events.ModuleImported(3, "torch"))
     assert arenas.requested == 0
     recording.ensure_rings()
@@ -164,9 +165,9 @@ def test_events_recorded_during_ring_creation_are_dropped(recording: Recorder, a
 
 
 def test_a_fallback_arena_is_used_without_shared_memory(arenas: Arenas) -> None:
-    recording, fallback, reasons = Recorder(), writer.MemoryArena(), []
+    recording, fallback, reasons = Recorder(), MemoryArena(), []
 
-    def get_fallback(reason: str) -> writer.MemoryArena:
+    def get_fallback(reason: str) -> MemoryArena:
         reasons.append(reason)
         return fallback
 
@@ -350,11 +351,11 @@ def test_an_unavailable_step_ring_is_requested_once(
     recording.open_request(arrival())
     requested: list[str] = []
 
-    def allocate(self: writer.MemoryArena, name: str, size: int) -> Any:
+    def allocate(self: MemoryArena, name: str, size: int) -> Any:
         requested.append(name)
-        raise writer.RingUnavailable("none left")
+        raise RingUnavailable("none left")
 
-    monkeypatch.setattr(writer.MemoryArena, "allocate", allocate)
+    monkeypatch.setattr(MemoryArena, "allocate", allocate)
     with caplog.at_level(logging.WARNING, "otel_infer"):
         assert [None] * 5 == [recording.acquire_batch_writer("toy") for _ in range(5)]
     assert len(requested) == 1
@@ -385,7 +386,7 @@ def test_a_released_batch_writer_is_reused(recording: Recorder) -> None:
 
 def test_a_forked_child_never_writes_to_parent_rings(tmp_path: Path) -> None:
     recording = Recorder()
-    recording.start(lambda: writer.FileArena(tmp_path), lambda: None, lambda reason: None)
+    recording.start(lambda: FileArena(tmp_path), lambda: None, lambda reason: None)
     handle = recording.open_request(arrival())
     batch_writer = recording.acquire_batch_writer("toy")
     assert batch_writer is not None
@@ -447,3 +448,24 @@ def test_an_unwritable_end_still_frees_the_slot(recording: Recorder) -> None:
     assert recording.requests is not None
     recording.close_request(handle, ENDED._replace(status_code=1 << 40))
     assert recording.requests.in_flight == 0
+
+
+def test_a_failing_deferred_recorder_loses_no_end(recording: Recorder, arenas: Arenas) -> None:
+    def fail() -> None:
+        raise ValueError
+
+    calls: list[str] = []
+    recording.deferred_recorders.update(first=fail, second=lambda: calls.append("second"))
+    recording.close_request(recording.open_request(arrival()), ENDED)
+    assert recording.requests is not None
+    assert (recording.requests.in_flight, calls) == (0, ["second"])
+    assert ENDED in [recorded.event for recorded in read_events(arenas.made[0])]
+    assert count_lost(arenas.made[0]) == 1
+
+
+def test_a_failed_ring_creation_does_not_fail_an_engine(recording: Recorder, arenas: Arenas) -> None:
+    def fail() -> None:
+        raise OSError("no descriptors left")
+
+    arenas.during_creation = fail
+    assert recording.acquire_batch_writer("toy") is None

@@ -13,15 +13,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from otel_infer.ringbuffer import events, layout
-from otel_infer.ringbuffer.reader import HOLE_WAKES, InvalidRing, RequestReader
+from otel_infer.ringbuffer.arena import MAX_TOTAL_BYTES, FileArena, MemoryArena, RingUnavailable
+from otel_infer.ringbuffer.reader import MAX_HOLE_POLLS, InvalidRing, RequestReader
 from otel_infer.ringbuffer.step_writer import StepWriter
-from otel_infer.ringbuffer.writer import (
-    MAX_TOTAL_BYTES,
-    FileArena,
-    MemoryArena,
-    RequestWriter,
-    RingUnavailable,
-)
+from otel_infer.ringbuffer.writer import RequestWriter
 
 SMALL = layout.RingSizes(cells=64, live_slots=8, strings=16, step_cells=64)
 
@@ -112,7 +107,7 @@ def test_a_reserved_unwritten_cell_is_awaited_then_counted() -> None:
     while len(seen) < 2:
         seen += [event for event in read(reader, final=False) if isinstance(event, events.RequestReceived)]
         polls += 1
-        assert polls < HOLE_WAKES + 5
+        assert polls < MAX_HOLE_POLLS + 5
     assert [event.at for event in seen] == [1, 3]
     assert reader.torn == 1
 

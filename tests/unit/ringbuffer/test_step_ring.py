@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from otel_infer.ringbuffer import batch_writer, events, layout
+from otel_infer.ringbuffer.arena import MemoryArena
 from otel_infer.ringbuffer.batch_writer import KEYFRAME_CHECK_NS, BatchWriter, HandleTable
 from otel_infer.ringbuffer.step_reader import StepReader
 from otel_infer.ringbuffer.step_writer import StepWriter
-from otel_infer.ringbuffer.writer import MemoryArena
 
 
 def make_batch_writer(halvings: int = 0) -> tuple[BatchWriter, HandleTable, mmap.mmap]:

@@ -17,9 +17,10 @@ from otel_infer.assembly.records.request import RequestRecord
 from otel_infer.config.environment import Config
 from otel_infer.export.sampling import tail_sampler
 from otel_infer.ringbuffer import directory, events
+from otel_infer.ringbuffer.arena import FileArena
 from otel_infer.ringbuffer.events import Value
 from otel_infer.ringbuffer.merged_reader import MergedReader
-from otel_infer.ringbuffer.writer import FileArena, RequestWriter
+from otel_infer.ringbuffer.writer import RequestWriter
 from otel_infer.sidecar.crash_recovery import CrashRecovery
 from otel_infer.sidecar.main import _make_recovery
 from otel_infer.sidecar.pipeline import Pipeline

@@ -15,6 +15,7 @@ from opentelemetry.trace import NonRecordingSpan, SpanContext, StatusCode, Trace
 from otel_infer.assembly.records.request import RequestRecord
 from otel_infer.ringbuffer import events
 from otel_infer.tracing import request_span, start
+from otel_infer.tracing.context import detach
 from otel_infer.tracing.request_span import RequestSpan
 from otel_infer.tracing.span_ids import ProviderSpanFactory
 from tests.support.rings import Recording
@@ -51,7 +52,7 @@ def test_ended_request_holds_no_reference_to_the_previous(recording: Recording) 
     first = open_below_parent()
     token = first.attach()
     second = open_below_parent()
-    start.detach(token)
+    detach(token)
     first.close()
     second.close()
     reference = weakref.ref(first)
@@ -132,10 +133,11 @@ def test_engine_error_overrides_server_outcome_except_abort(
     [
         ((StatusCode.ERROR,), (events.ERROR, "_OTHER")),
         ((StatusCode.ERROR, StatusCode.OK), (events.OK, "")),
+        ((StatusCode.OK, StatusCode.ERROR), (events.OK, "")),
         ((StatusCode.UNSET,), (events.OK, "")),
     ],
 )
-def test_last_status_set_by_user_code_counts(
+def test_ok_status_set_by_user_code_is_final(
     recording: Recording, codes: tuple[StatusCode, ...], expected: tuple[int, str]
 ) -> None:
     request = open_below_parent()
@@ -161,7 +163,7 @@ def test_status_set_on_provider_span_counts(
     request = open_below_parent()
     token = request.attach()
     trace.get_current_span().set_status(code)
-    start.detach(token)
+    detach(token)
     request.close()
     record = read_single_record(recording)
     assert (record.outcome, record.error_type) == expected
@@ -197,6 +199,15 @@ def test_link_has_its_attributes(recording: Recording) -> None:
     assert {(link.trace_id, link.span_id) for link in links} == {(bytes(15) + b"\1", bytes(7) + b"\2")}
     # Attributes too large for the ring are dropped.
     assert [link.attributes for link in links] == [{"kind": "retry"}, {}, {}, {"kind": "again"}]
+
+
+def test_recorded_exception_has_the_type_of_the_sdk(recording: Recording) -> None:
+    request = open_below_parent()
+    request.record_exception(ValueError("private text"))
+    request.record_exception(np.exceptions.AxisError("private text"))
+    request.close()
+    attributes = [event.attributes for event in read_single_record(recording).events]
+    assert attributes == [{"exception.type": "ValueError"}, {"exception.type": "numpy.exceptions.AxisError"}]
 
 
 def test_exception_type_overrides_status(recording: Recording) -> None:

@@ -26,7 +26,8 @@ from otel_infer.gpu.nvml import NvmlState
 from otel_infer.instrumentation import registry
 from otel_infer.instrumentation.hooks.instrumentor import Instrumentor
 from otel_infer.ringbuffer import directory
-from otel_infer.ringbuffer.writer import FileArena, RequestWriter, RingUnavailable
+from otel_infer.ringbuffer.arena import FileArena, RingUnavailable
+from otel_infer.ringbuffer.writer import RequestWriter
 from otel_infer.sidecar import launcher
 
 ROOT = Path(__file__).parents[4]
@@ -505,24 +506,24 @@ def test_unusable_exporter_fails_with_a_remedy(error: str, do: str) -> None:
 
 
 def test_without_destination_nothing_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    seam = {"what": "seam", "error": "", "text": ""}
-    monkeypatch.setattr(probe_process, "run_in_subprocess", lambda *_: probe_process.ProbeResult([seam], ""))
-    assert {"SDK seam": "ok", "exporter": "warn"} == states(exporter.check_exporter(Config(), {}))
+    sdk = {"what": "sdk", "error": "", "text": ""}
+    monkeypatch.setattr(probe_process, "run_in_subprocess", lambda *_: probe_process.ProbeResult([sdk], ""))
+    assert {"SDK exporter": "ok", "exporter": "warn"} == states(exporter.check_exporter(Config(), {}))
 
 
 def test_aborted_trial_fails_every_missing_signal(monkeypatch: pytest.MonkeyPatch) -> None:
-    seam = {"what": "seam", "error": "", "text": ""}
+    sdk = {"what": "sdk", "error": "", "text": ""}
     monkeypatch.setattr(
         probe_process,
         "run_in_subprocess",
-        lambda *_: probe_process.ProbeResult([seam], "took longer than 36 s"),
+        lambda *_: probe_process.ProbeResult([sdk], "took longer than 36 s"),
     )
     checks = exporter.check_exporter(Config(endpoint="http://c"), {ENDPOINT: "http://c"})
-    assert {"SDK seam": "ok", "exporter spans": "fail", "exporter metrics": "fail"} == states(checks)
+    assert {"SDK exporter": "ok", "exporter spans": "fail", "exporter metrics": "fail"} == states(checks)
     monkeypatch.setattr(
         probe_process, "run_in_subprocess", lambda *_: probe_process.ProbeResult([], "was ended by signal 11")
     )
-    assert {"SDK seam": "fail"} == states(exporter.check_exporter(Config(endpoint="http://c"), {}))
+    assert {"SDK exporter": "fail"} == states(exporter.check_exporter(Config(endpoint="http://c"), {}))
 
 
 # ── shared memory ────────────────────────────────────────────────────────────────────────────────────────────────

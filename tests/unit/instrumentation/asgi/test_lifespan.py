@@ -11,7 +11,8 @@ import pytest
 from otel_infer import _clock
 from otel_infer.instrumentation import asgi
 from otel_infer.instrumentation.asgi import lifespan
-from otel_infer.ringbuffer import events, writer
+from otel_infer.ringbuffer import events
+from otel_infer.ringbuffer.arena import MemoryArena
 from otel_infer.ringbuffer.reader import RequestReader
 from otel_infer.ringbuffer.recorder import recorder
 
@@ -23,15 +24,15 @@ SHUTDOWN: Message = {"type": "lifespan.shutdown.complete"}
 
 
 @pytest.fixture
-def arena() -> Iterator[writer.MemoryArena]:
-    arena = writer.MemoryArena()
+def arena() -> Iterator[MemoryArena]:
+    arena = MemoryArena()
     recorder.start(lambda: arena, lambda: None, lambda reason: None)
     recorder.ensure_rings()
     yield arena
     recorder.stop()
 
 
-def read_events(arena: writer.MemoryArena) -> list[Any]:
+def read_events(arena: MemoryArena) -> list[Any]:
     return [entry.event for entry in RequestReader(arena.buffers[0][1], 1).poll(0, final=True)]
 
 
@@ -59,7 +60,7 @@ async def run_lifespan(*messages: Message, raises: BaseException | None = None) 
     return sent, None
 
 
-async def test_startup_complete_marks_the_application_ready(arena: writer.MemoryArena) -> None:
+async def test_startup_complete_marks_the_application_ready(arena: MemoryArena) -> None:
     before = _clock.now()
     assert await run_lifespan(COMPLETE, SHUTDOWN) == ([COMPLETE, SHUTDOWN], None)
     began, ended = read_events(arena)
@@ -69,7 +70,7 @@ async def test_startup_complete_marks_the_application_ready(arena: writer.Memory
 
 
 async def test_failed_startup_records_the_exception_type(
-    arena: writer.MemoryArena,
+    arena: MemoryArena,
 ) -> None:
     failure = OSError("private text")
     assert await run_lifespan(FAILED, raises=failure) == ([FAILED], failure)
@@ -77,25 +78,25 @@ async def test_failed_startup_records_the_exception_type(
     assert b"private text" not in arena.buffers[0][1][:]
 
 
-async def test_failed_startup_without_exception_has_type_other(arena: writer.MemoryArena) -> None:
+async def test_failed_startup_without_exception_has_type_other(arena: MemoryArena) -> None:
     assert await run_lifespan(FAILED) == ([FAILED], None)
     assert read_events(arena)[1].error_type == events.OTHER
 
 
-async def test_application_without_lifespan_is_not_a_failure(arena: writer.MemoryArena) -> None:
+async def test_application_without_lifespan_is_not_a_failure(arena: MemoryArena) -> None:
     failure = AssertionError("only http here")
     assert await run_lifespan(raises=failure) == ([], failure)
     assert [type(event) for event in read_events(arena)] == [events.PhaseBegan]
 
 
-async def test_error_at_shutdown_leaves_startup_successful(arena: writer.MemoryArena) -> None:
+async def test_error_at_shutdown_leaves_startup_successful(arena: MemoryArena) -> None:
     failure = OSError()
     assert await run_lifespan(COMPLETE, raises=failure) == ([COMPLETE], failure)
     assert [event.error_type for event in read_events(arena)[1:]] == [""]
 
 
 async def test_startup_before_the_rings_is_recorded_later() -> None:
-    arena = writer.MemoryArena()
+    arena = MemoryArena()
     recorder.start(lambda: arena, lambda: None, lambda reason: None)
     try:
         await run_lifespan(COMPLETE)
@@ -107,14 +108,14 @@ async def test_startup_before_the_rings_is_recorded_later() -> None:
 
 
 async def test_instrumentation_error_does_not_reach_the_application(
-    arena: writer.MemoryArena, monkeypatch: pytest.MonkeyPatch
+    arena: MemoryArena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lifespan.events, "PhaseEnded", None)
     assert await run_lifespan(COMPLETE) == ([COMPLETE], None)
 
 
 async def test_starlette_lifespan_error_is_recorded_and_reraised(
-    arena: writer.MemoryArena,
+    arena: MemoryArena,
 ) -> None:
     starlette = pytest.importorskip("starlette.applications", reason="starlette is not installed")
     failure = OSError()

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from otel_infer.instrumentation.hooks import instrumentor
+from otel_infer.instrumentation.hooks import distribution, instrumentor
 from otel_infer.instrumentation.hooks.instrumentor import Instrumentor, InstrumentorStatus
 from otel_infer.instrumentation.hooks.probe import Call, Hook
 
@@ -56,7 +56,7 @@ class Library:
         (info / "METADATA").write_text(
             f"Metadata-Version: 2.1\nName: {self.distribution}\nVersion: {version}\n"
         )
-        instrumentor._find_version.cache_clear()
+        distribution.find_version.cache_clear()
 
     def load(self, module: str = "") -> Any:
         return importlib.import_module(f"{self.name}.{module}".rstrip("."))
@@ -441,10 +441,10 @@ def test_imports_in_many_threads_install_once(library: Library) -> None:
 
 def test_module_blocked_in_sys_modules_is_not_importable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "forbidden_library", None)
-    assert not instrumentor._is_importable("forbidden_library")
-    assert not instrumentor._is_importable("forbidden_library.engine")
-    assert instrumentor._is_importable("logging.handlers")
-    assert not instrumentor._is_importable("os.nothing")
+    assert not distribution.is_importable("forbidden_library")
+    assert not distribution.is_importable("forbidden_library.engine")
+    assert distribution.is_importable("logging.handlers")
+    assert not distribution.is_importable("os.nothing")
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")

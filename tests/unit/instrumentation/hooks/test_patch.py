@@ -29,7 +29,7 @@ from hypothesis import strategies as st
 from otel_infer.instrumentation.hooks import probe as patching
 from otel_infer.instrumentation.hooks.patch import FunctionPatch, HotPathPatch
 from otel_infer.instrumentation.hooks.probe import Call, Hook
-from otel_infer.instrumentation.hooks.target import TargetMismatch, _read_parameters
+from otel_infer.instrumentation.hooks.target import TargetMismatch, read_parameters
 
 NAME = "engine_for_patching"
 
@@ -297,7 +297,7 @@ def test_argument_reads_agree_with_signature_bind(args: list[int], kwargs: dict[
 
     bound = inspect.signature(function).bind(*args, **kwargs)
     bound.apply_defaults()
-    call = Call(None, tuple(args), kwargs, _read_parameters(None, function))
+    call = Call(None, tuple(args), kwargs, read_parameters(None, function))
     assert {name: call[name] for name in "abc"} == {name: bound.arguments[name] for name in "abc"}
 
 

@@ -36,7 +36,7 @@ from otel_infer.instrumentation.httpx import (
     client_span,
     instrument_client,
 )
-from otel_infer.instrumentation.httpx.client_span import server_duration_ms
+from otel_infer.instrumentation.httpx.client_span import parse_server_duration_ms
 from otel_infer.instrumentation.httpx.sse import SseParser
 from otel_infer.testing import Captured, capture
 
@@ -656,7 +656,7 @@ def test_network_and_server_delays_are_separated(captured: Captured, server: Ser
     ],
 )
 def test_server_timing_header_is_parsed(headers: list[str], expected: float | None) -> None:
-    assert server_duration_ms(headers) == expected
+    assert parse_server_duration_ms(headers) == expected
 
 
 @pytest.mark.parametrize("header", ["infer;dur=60000", "infer;dur=x"])
@@ -748,7 +748,7 @@ def test_instrumentation_error_is_logged_once_and_hidden(
 
     target: tuple[Any, str] = {
         "begin": (client_span.propagate, "inject"),
-        "answered": (client_span, "server_duration_ms"),
+        "answered": (client_span, "parse_server_duration_ms"),
         "received": (SseParser, "scan_for_token"),
         "end": (client_span.ClientRequestSpan, "_collect_attributes"),
     }[broken]

@@ -29,6 +29,7 @@ from otel_infer.ringbuffer import events
 from otel_infer.ringbuffer.recorder import MAX_STEP_RINGS, recorder
 from otel_infer.tracing import caller as caller_module
 from otel_infer.tracing import request_span, span_ids, start
+from otel_infer.tracing.context import detach
 from tests.support.rings import Recording, stages_of
 
 
@@ -246,7 +247,7 @@ def test_request_under_a_server_joins_its_request(recording: Recording) -> None:
         with otel_infer.stage("database"):
             pass
     assert not server.ended
-    start.detach(token)
+    detach(token)
     server.close()
     record = read_single_record(recording)
     assert (record.operation, record.model) == ("chat", "tiny")
@@ -260,7 +261,7 @@ def test_error_under_a_server_keeps_the_server_outcome(recording: Recording) -> 
     with pytest.raises(KeyError):
         with otel_infer.request():
             raise KeyError
-    start.detach(token)
+    detach(token)
     server.close()
     assert read_single_record(recording).outcome == events.OK
 
@@ -333,7 +334,7 @@ def test_non_text_headers_do_not_fail_the_request(
         (TimeoutError(), events.ABORTED, "timeout"),
         (asyncio.CancelledError(), events.ABORTED, "cancelled"),
         (GeneratorExit(), events.ABORTED, "cancelled"),
-        (KeyboardInterrupt(), events.ERROR, "KeyboardInterrupt"),
+        (KeyboardInterrupt(), events.ABORTED, "cancelled"),
     ],
 )
 def test_exception_type_determines_the_outcome(

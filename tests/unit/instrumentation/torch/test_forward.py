@@ -18,6 +18,7 @@ from otel_infer.instrumentation.hooks.suppression import mark_engine_models, sup
 from otel_infer.instrumentation.torch import forward as forward_hooks
 from otel_infer.ringbuffer import events
 from otel_infer.tracing import start
+from otel_infer.tracing.context import detach
 from tests.support.rings import Recording, stages_of
 
 
@@ -131,7 +132,7 @@ def test_forward_in_a_request_is_a_named_stage(recording: Recording, torch: Fake
     token = request.attach()
     model(x=Tensor(2, 5))
     model(Tensor(4, 5))
-    start.detach(token)
+    detach(token)
     request.close()
     (record,) = recording.records()
     assert stages_of(record) == ["ingress", "forward", "forward"]
@@ -149,7 +150,7 @@ def test_forward_keeps_explicit_and_engine_names(recording: Recording) -> None:
         if not named:
             request.set_operation("chat", "transformers", "llama")
         model(Tensor(1, 1))
-        start.detach(token)
+        detach(token)
         request.close()
     assert [(r.operation, r.model) for r in recording.records()] == [("chat", "llama")] * 2
 
@@ -175,15 +176,33 @@ def test_failing_forward_records_the_type_and_reraises(
     recording: Recording,
 ) -> None:
     model = watch_module(Encoder())
-    for raised in (ValueError("secret"), StopIteration(3), KeyboardInterrupt()):
+    for raised, outcome, error_type in (
+        (ValueError("secret"), events.ERROR, "ValueError"),
+        (StopIteration(3), events.ERROR, "StopIteration"),
+        (TimeoutError(), events.ABORTED, "timeout"),
+        (KeyboardInterrupt(), events.ABORTED, "cancelled"),
+    ):
         with pytest.raises(type(raised)) as caught:
             model(Tensor(1, 1), fail=raised)
         assert caught.value is raised
         (record,) = recording.records()
-        assert (record.outcome, record.error_type) == (events.ERROR, type(raised).__name__)
+        assert (record.outcome, record.error_type) == (outcome, error_type)
         assert stages_of(record) == ["forward"]
     assert start.current_request() is None
     assert not torch_suppressed.get()
+
+
+def test_failed_device_timing_keeps_stage_and_end(
+    recording: Recording, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any) -> None:
+        raise RuntimeError("the device failed")
+
+    monkeypatch.setattr(forward_hooks.timing, "end", fail)
+    watch_module(Encoder())(Tensor(3, 7))
+    (record,) = recording.records()
+    assert (record.outcome, stages_of(record)) == (events.OK, ["forward"])
+    assert not forward_hooks._call_descriptor.hook.alive
 
 
 def test_exception_of_a_forward_is_not_retained(recording: Recording) -> None:
@@ -259,7 +278,7 @@ def test_instrumentation_error_disables_the_hook_and_is_logged(
     def broken(module: Any) -> str:
         raise RuntimeError("secret")
 
-    monkeypatch.setattr(forward_hooks, "model_name", broken)
+    monkeypatch.setattr(forward_hooks, "read_model_name", broken)
     x = Tensor(1, 1)
     with caplog.at_level(logging.ERROR):
         assert model(x) is x
@@ -317,10 +336,10 @@ class Config:
 def test_model_name_is_its_id_or_folder_name(configured: Any, name: str) -> None:
     model: Any = Encoder()
     model.config = Config(configured)
-    assert forward_hooks.model_name(model) == name
+    assert forward_hooks.read_model_name(model) == name
     wrapper: Any = Module()
     wrapper._orig_mod = model
-    assert forward_hooks.model_name(wrapper) == name
+    assert forward_hooks.read_model_name(wrapper) == name
 
 
 # ── which modules are watched, and what stays on them ────────────────────────────────────────────────────────────

@@ -15,6 +15,7 @@ from opentelemetry import baggage
 from opentelemetry import context as otel_context
 
 from otel_infer.assembly.records.request import RequestRecord
+from otel_infer.instrumentation.hooks.engines import read_model_name
 from otel_infer.instrumentation.hooks.probe import Call, Hook, count_errors
 from otel_infer.instrumentation.transformers import (
     continuous_batching,
@@ -28,11 +29,12 @@ from otel_infer.instrumentation.transformers import (
     tokenization,
     transfers,
 )
-from otel_infer.instrumentation.transformers._instrumentor import model_name, wrap_in_empty_context
+from otel_infer.instrumentation.transformers._instrumentor import wrap_in_empty_context
 from otel_infer.instrumentation.transformers.tokenization import _token_count, _wrap_tokenize
 from otel_infer.ringbuffer import events
 from otel_infer.tracing import request_span
 from otel_infer.tracing import start as ingress
+from otel_infer.tracing.context import detach
 from tests.support.rings import Recording
 
 
@@ -188,7 +190,7 @@ def test_scheduled_tokens_of_a_finished_request_are_discarded(recording: Recordi
     second = engine.schedule(Future(finished), Future(running))
     engine.update(first)
     engine.finish(finished)
-    continuous_batching._remove_from_batch(engine, finished)  # a second time, as a soft reset does
+    continuous_batching.remove_from_batch(engine, finished)  # a second time, as a soft reset does
     third = engine.schedule(Future(running))
     engine.update(second)
     engine.update(third)
@@ -436,7 +438,7 @@ class Manager:
                 probe.send(self.answer)
 
 
-@pytest.mark.parametrize(("answer", "error"), [(None, "rejected"), (TimeoutError(), "TimeoutError")])
+@pytest.mark.parametrize(("answer", "error"), [(None, "rejected"), (OSError(), "OSError")])
 def test_rejected_request_ends_with_an_error(answer: Any, error: str, recording: Recording) -> None:
     Manager(answer).add([1, 2, 3])
     (record,) = recording.records()
@@ -488,7 +490,7 @@ GENERATE: Any = {"inputs": (0, None), "generation_config": (1, None)}
     ],
 )
 def test_prompt_shape_is_sequences_and_tokens(args: Any, kwargs: Any, shape: tuple[int, int]) -> None:
-    assert generation_arguments.prompt_shape(Call(None, args, kwargs, GENERATE)) == shape
+    assert generation_arguments.read_prompt_shape(Call(None, args, kwargs, GENERATE)) == shape
 
 
 def test_setting_is_read_from_call_config_then_model() -> None:
@@ -524,8 +526,8 @@ def test_setting_is_read_from_call_config_then_model() -> None:
 def test_model_name_omits_a_local_path(path: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The working directory contains the folder `tests/unit`."""
     monkeypatch.chdir(Path(__file__).parents[4])
-    assert model_name(SimpleNamespace(config=SimpleNamespace(_name_or_path=path))) == name
-    assert model_name(object()) == "object"
+    assert read_model_name(SimpleNamespace(config=SimpleNamespace(_name_or_path=path))) == name
+    assert read_model_name(object()) == "object"
 
 
 @pytest.mark.parametrize(
@@ -555,7 +557,7 @@ def test_nested_tokenizer_calls_are_one_stage(recording: Recording) -> None:
     with pytest.raises(AttributeError):
         outer(None)
     outer("again")
-    ingress.detach(token)
+    detach(token)
     request.close()
     (record,) = recording.records()
     assert [(stage.name, stage.attributes) for stage in record.stages if stage.name == "tokenize"] == [
@@ -576,7 +578,7 @@ def test_shared_server_thread_starts_with_an_empty_context(recording: Recording)
     start()
     assert (ingress.current_request(), baggage.get_baggage("user")) == (request, "alice")
     otel_context.detach(inner)
-    ingress.detach(token)
+    detach(token)
     assert seen == [(None, None)]
 
 
@@ -595,7 +597,7 @@ def test_prompt_in_a_streamer_is_no_first_token(recording: Recording) -> None:
     request = request_of()
     token = request.attach()
     init(streamer)
-    ingress.detach(token)
+    detach(token)
     put(streamer, 0)
     assert not request.tokens_reached
     put(streamer, 1)
@@ -626,13 +628,88 @@ def test_detokenization_error_fails_the_request(
     assert (record.outcome, record.error_type) == expected
 
 
+class BrokenStreamer:
+    """A streamer whose number of tokens cannot be read."""
+
+    @property
+    def total_tokens(self) -> int:
+        raise ValueError
+
+    def put(self, value: int) -> int:
+        return value
+
+
+def test_unreadable_streamer_disables_the_hook(recording: Recording) -> None:
+    streamer, hook = BrokenStreamer(), Hook("put")
+    streamer._otel_infer = request_of()  # type: ignore[attr-defined]
+    assert serve._wrap_streamer_put(BrokenStreamer.put, hook)(streamer, 7) == 7
+    assert not hook.alive
+
+
+def test_removed_streamer_hooks_record_nothing(recording: Recording) -> None:
+    init, put = Hook("init"), Hook("put")
+    init.alive = put.alive = False
+    streamer, request = SimpleNamespace(total_tokens=1), request_of()
+    token = request.attach()
+    serve._wrap_streamer_init(lambda self: None, init)(streamer)
+    detach(token)
+    assert not hasattr(streamer, "_otel_infer")
+    streamer._otel_infer = request
+    serve._wrap_streamer_put(lambda self, value: None, put)(streamer, 1)
+    assert not request.tokens_reached and request.detokenize_ns == 0
+
+
+def test_unrecordable_submission_still_submits(recording: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any) -> None:
+        raise ValueError
+
+    request, hook = request_of(), Hook("submit")
+    monkeypatch.setattr(request_span.RequestSpan, "record_submitted", fail)
+    token = request.attach()
+    assert serve._wrap_submit(lambda self, fn: fn(), hook)(None, lambda: 7) == 7
+    detach(token)
+    assert not hook.alive
+
+
+def test_request_that_cannot_be_made_current_still_generates(
+    recording: Recording, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any) -> None:
+        raise ValueError
+
+    hook, run = Hook("generate"), make_run(request_of())
+    run.owns_request, generation_run.thread_state.next_run = True, run
+    monkeypatch.setattr(request_span.RequestSpan, "attach", fail)
+    assert generate.wrap_generate(lambda: 7, hook)() == 7
+    assert not hook.alive and generation_run.thread_state.run is None
+
+
+@pytest.mark.parametrize(
+    ("failure", "expected"),
+    [
+        (ValueError(), (events.ERROR, "ValueError")),
+        (TimeoutError(), (events.ABORTED, "timeout")),
+        (KeyboardInterrupt(), (events.ABORTED, "cancelled")),
+        (type("_GenerationCancelled", (Exception,), {})(), (events.ABORTED, "cancelled")),
+    ],
+)
+def test_exception_determines_the_outcome_of_generate(
+    failure: BaseException, expected: tuple[int, str], recording: Recording
+) -> None:
+    run = make_run(request_of())
+    run.owns_request = True
+    run.record_failure(failure)
+    (record,) = recording.records()
+    assert (record.outcome, record.error_type) == expected
+
+
 def test_non_numeric_token_limit_is_passed_through(recording: Recording) -> None:
     hook, request = Hook("hand over"), request_of()
     hand_over = serve._wrap_manager_generate(lambda *args: args[-1], hook)
     token = request.attach()
     config = SimpleNamespace(max_new_tokens="lots")
     assert hand_over(None, None, None, {"input_ids": Tensor(1, 5)}, config) is config
-    ingress.detach(token)
+    detach(token)
     request.close()
     (record,) = recording.records()
     assert (hook.alive, record.engine, record.input_tokens, record.max_tokens) == (
@@ -644,7 +721,7 @@ def test_non_numeric_token_limit_is_passed_through(recording: Recording) -> None
 
 
 def make_run(request: request_span.RequestSpan) -> generation_run.GenerationRun:
-    return generation_run.GenerationRun(request, own=False, log=None, rows=1, prompt=4)
+    return generation_run.GenerationRun(request, own=False, writer=None, rows=1, prompt=4)
 
 
 @pytest.fixture
@@ -742,7 +819,7 @@ def test_transfer_is_timed_on_its_target_device(
     next(probe)
     with pytest.raises(StopIteration):
         probe.send(inputs)
-    ingress.detach(token)
+    detach(token)
     assert begun == [("cuda", 1)] * timed
 
 

@@ -21,12 +21,14 @@ from otel_infer.instrumentation.vllm import (
     multimodal,
     output_processor,
     scheduler_waits,
+    startup,
     worker,
 )
 from otel_infer.instrumentation.vllm import scheduler as steps
 from otel_infer.instrumentation.vllm._instrumentor import model_name, response_id
 from otel_infer.ringbuffer import events
 from otel_infer.tracing import propagation, request_span, start
+from otel_infer.tracing.context import detach
 from tests.support.rings import Recording, stages_of
 
 
@@ -556,7 +558,7 @@ def test_multimodal_inputs_are_stages_and_text_is_not(recording: Recording) -> N
         prepared({}),
     ):
         list(probe)
-    start.detach(token)
+    detach(token)
     list(multimodal.trace_fetch_media(Call(None, (), {}, {})))  # outside any request
     request.close()
     (record,) = recording.records()
@@ -592,7 +594,7 @@ def test_route_request_has_engine_and_response_ids(
     front_end.add(sequence)
     front_end.submit(sequence)
     front_end.finish(sequence)
-    start.detach(token)
+    detach(token)
     request.close()
     (record,) = recording.records()
     known = {key: value for key, value in record.attributes.items() if key.endswith(".id")}
@@ -607,7 +609,7 @@ def test_server_request_outlasts_its_last_sequence(recording: Recording) -> None
     front_end, sequence = FrontEnd(), Sequence("r")
     front_end.add(sequence)
     front_end.submit(sequence)
-    start.detach(token)
+    detach(token)
     front_end.finish(sequence)
     assert recording.records() == []
     request.close()
@@ -625,7 +627,7 @@ def test_pooling_request_has_operation_embeddings(recording: Recording) -> None:
     front_end = FrontEnd()
     front_end.add(sequence)
     front_end.submit(sequence)
-    start.detach(token)
+    detach(token)
     request.close()
     (record,) = recording.records()
     assert (record.operation, record.max_tokens) == ("embeddings", 0)
@@ -642,7 +644,7 @@ def test_renderer_and_tokenizer_hooks_record_one_tokenize_stage(recording: Recor
     assert tokenize("a b c") == [1, 2, 3]
     with pytest.raises(StopIteration):
         render.send(None)
-    start.detach(token)
+    detach(token)
     request.close()
     (record,) = recording.records()
     assert stages_of(record).count("tokenize") == 1
@@ -730,7 +732,7 @@ def submit_from_server(front_end: FrontEnd, sequence: Sequence) -> request_span.
     token = request.attach()
     front_end.add(sequence)
     front_end.submit(sequence)
-    start.detach(token)
+    detach(token)
     return request
 
 
@@ -939,3 +941,66 @@ def test_trace_headers_are_removed_unless_vllm_traces(
 )
 def test_model_name_is_the_first_served_name(served: Any, name: str) -> None:
     assert model_name(SimpleNamespace(served_model_name=served, model="./m")) == name
+
+
+def test_unreadable_token_ids_disable_the_detokenizer_hook(recording: Recording) -> None:
+    class Tokens:
+        def __bool__(self) -> bool:
+            raise ValueError
+
+    front_end, sequence = FrontEnd(), Sequence("r")
+    sequence.detokenizer = SimpleNamespace()
+    submit_from_server(front_end, sequence)
+    hook = Hook("update")
+    update = output_processor._wrap_update(lambda self, tokens: "text", hook)
+    assert update(sequence.detokenizer, Tokens()) == "text"
+    assert not hook.alive
+
+
+def test_removed_hooks_record_nothing(recording: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
+    hook, recorded = Hook("stand-in"), []
+    hook.alive = False
+    monkeypatch.setattr(startup.recorder, "record_startup", recorded.append)
+    startup._make_phase_wrapper(events.WEIGHTS)(lambda self: None, hook)(None)
+    assert recorded == []
+    sequence = SimpleNamespace(otel_infer_grammar=(1, 0))
+    scheduler_waits.wrap_create_grammar(lambda *_: None, hook)(None, sequence)
+    assert sequence.otel_infer_grammar == (1, 0)
+    monkeypatch.setattr(steps, "_evictions", SimpleNamespace(add=lambda: recorded.append("eviction")))
+    assert steps.evict_cached_block(lambda: True, hook)()
+    assert recorded == []
+    detokenizer = SimpleNamespace(otel_infer=SimpleNamespace(detokenize_ns=0))
+    output_processor._wrap_update(lambda self: None, hook)(detokenizer)
+    assert detokenizer.otel_infer.detokenize_ns == 0
+
+
+def test_failing_mark_of_a_grammar_keeps_the_grammar() -> None:
+    hook = Hook("stand-in")
+
+    class Frozen:
+        __slots__ = ()
+        otel_infer_grammar = (1, 0)
+
+    assert scheduler_waits.wrap_create_grammar(lambda *_: "a grammar", hook)(None, Frozen()) == "a grammar"
+    assert not hook.alive
+
+
+def test_failing_dummy_batch_counter_disables_the_hook(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise ValueError
+
+    hook = Hook("stand-in")
+    monkeypatch.setattr(steps, "_dummy_batches", SimpleNamespace(add=fail))
+    assert steps.wrap_execute_dummy_batch(lambda: 7, hook)() == 7
+    assert not hook.alive
+
+
+def test_submission_that_timed_out_is_aborted(recording: Recording) -> None:
+    front_end, sequence = FrontEnd(), Sequence("r")
+    front_end.add(sequence)
+    sending = api_server._trace_submit(Call(None, (sequence,), {}, {"request": (0, None)}))
+    next(sending)
+    with pytest.raises(TimeoutError):
+        sending.throw(TimeoutError())
+    (record,) = recording.records()
+    assert (record.outcome, record.error_type) == (events.ABORTED, "timeout")

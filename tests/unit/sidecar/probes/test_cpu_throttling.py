@@ -11,8 +11,9 @@ import pytest
 from otel_infer import _clock
 from otel_infer.config.environment import Config
 from otel_infer.ringbuffer import directory, events
+from otel_infer.ringbuffer.arena import MemoryArena
 from otel_infer.ringbuffer.merged_reader import MergedReader
-from otel_infer.ringbuffer.writer import MemoryArena, RequestWriter
+from otel_infer.ringbuffer.writer import RequestWriter
 from otel_infer.sidecar.main import Sidecar
 from otel_infer.sidecar.pipeline import Pipeline
 from otel_infer.sidecar.probes.cpu_throttling import (

@@ -12,9 +12,9 @@ import pytest
 
 from otel_infer import _clock
 from otel_infer.ringbuffer import events, layout
+from otel_infer.ringbuffer.arena import FileArena
 from otel_infer.ringbuffer.merged_reader import MergedReader
 from otel_infer.ringbuffer.recorder import Recorder
-from otel_infer.ringbuffer.writer import FileArena
 from otel_infer.sidecar.probes.thread_stats import RESCAN_INTERVAL_NS, EngineThreadProbe
 
 MS = 1_000_000

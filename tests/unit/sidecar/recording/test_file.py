@@ -77,6 +77,7 @@ def test_batches_are_read_back_unchanged(batches: list[EventBatch], path: Path) 
 
 
 def test_every_event_type_is_supported() -> None:
+    assert set(events.EVENT_TYPES) == set(EVENT_TYPES) and len(events.EVENT_TYPES) == len(EVENT_TYPES)
     assert {event_type.__name__ for event_type in EVENT_TYPES} == set(file._TYPES_BY_NAME)
     assert {events.RequestArrived, events.StepDone, events.HttpDescribed, events.LiveListed} <= set(
         EVENT_TYPES
@@ -232,7 +233,7 @@ def test_a_missing_file_is_named_in_the_error(tmp_path: Path) -> None:
 def test_earlier_tapes_are_renamed_and_private(tmp_path: Path) -> None:
     path = tmp_path / "t.tape"
     for number in range(3):
-        RecordingWriter(file.unused_path(path), number=number).close()
+        RecordingWriter(file.rotate_tape(path), number=number).close()
     assert {tape.name: file.read_header(tape)["number"] for tape in tmp_path.iterdir()} == {
         "t.1.tape": 0, "t.2.tape": 1, "t.tape": 2,
     }  # fmt: skip

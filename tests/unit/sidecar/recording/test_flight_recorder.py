@@ -265,7 +265,7 @@ def test_a_failed_snapshot_is_reported_to_the_requester(
     request = flight.rings / f"dump-{'a' * 16}{directory.DUMP_REQUESTED}"
     request.touch()
     flight.run_cycles(10)
-    assert request.with_suffix(directory.DUMP_FAILED).read_text() == "ValueError: no rows"
+    assert request.with_suffix(directory.DUMP_REJECTED).read_text() == "ValueError: no rows"
 
 
 def test_only_stale_partial_tapes_are_removed(
@@ -364,7 +364,7 @@ def test_a_tape_exceeding_free_shared_memory_is_rejected(
     """The kernel kills a server that touches shared memory when none is left."""
     usage = shutil.disk_usage(flight.rings)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=40))
-    with pytest.raises(dump_request.DumpFailed, match=r"1/4 .*rings: SIGUSR2"):
+    with pytest.raises(dump_request.DumpFailed, match=r"^the tape would take more than 1/4 .*rings: SIGUSR2"):
         dump_request.request_dump(flight.rings)
     assert not [name for name in os.listdir(flight.rings) if directory.is_dump(name)]
     flight.recorder.request_dump(flight_recorder.SIGNAL)
@@ -395,7 +395,7 @@ def test_only_stale_unfetched_tapes_are_removed(flight: Flight) -> None:
         path.touch()
     for path in (stale, other):
         os.utime(path, (1, 1))
-    assert list(dump_request.pending_dumps(flight.rings)) == []
+    assert list(dump_request.take_dump_requests(flight.rings)) == []
     assert sorted(os.listdir(flight.rings)) == [fresh.name, other.name]
     directory.remove_server_folder(flight.rings)
     assert os.listdir(flight.rings) == [other.name]
