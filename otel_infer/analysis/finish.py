@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from otel_infer.analysis.attribution import request
+from otel_infer.analysis.attribution.breakdown import attribute_latency
 from otel_infer.assembly.assembler import Assembler
 from otel_infer.assembly.records.request import RequestRecord
 
@@ -19,7 +19,7 @@ def finish_requests(assembler: Assembler, horizon: int) -> list[RequestRecord]:
     """
     records = assembler.drain_records(horizon)
     try:
-        request.attribute_latency(records)
+        attribute_latency(records)
     except Exception:  # a record without causes is still correct
         log.exception("%d requests are exported without causes", len(records))
     for record in records:

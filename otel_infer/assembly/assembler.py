@@ -17,6 +17,7 @@ from otel_infer.assembly import startup
 from otel_infer.assembly.engine.step_log import EngineStepLog
 from otel_infer.assembly.engine.step_rows import STEPS_PER_BATCH
 from otel_infer.assembly.engine.types import StepRecord
+from otel_infer.assembly.engine.warmup import StepKinds
 from otel_infer.assembly.engine.workers import WorkerState
 from otel_infer.assembly.gpu_clocks import GpuClocks
 from otel_infer.assembly.pauses import Pauses
@@ -41,7 +42,7 @@ class Assembler:
     def __init__(self) -> None:
         self.open_requests: dict[Key, OpenRequest] = {}
         self.engines: dict[int, EngineStepLog] = {}
-        self._seen_step_kinds: dict[tuple[int, str], set[int]] = {}
+        self._seen_step_kinds: dict[tuple[int, str], StepKinds] = {}
         self.events_lost = self.events_torn = 0
         self.steps: list[StepRecord] = []
         self.workers, self.processes, self._clocks = WorkerState(), ProcessState(), GpuClocks()
@@ -51,7 +52,7 @@ class Assembler:
         self._closed: list[OpenRequest] = []
         self._closed_steps = 0
         self._ready: list[RequestRecord] = []
-        self._concluded_at: dict[int, int] = {}
+        self._processed_until: dict[int, int] = {}
         self._handlers: dict[type, Callable[[int, int, Any], None]] = {
             events.RequestArrived: self._open_request,
             events.LiveRecovered: self._recover_request,
@@ -162,7 +163,9 @@ class Assembler:
         if (ring, handle) in self.open_requests:
             return
         flags = event.flags & ~events.OWN_SERVER_SPAN
-        arrived = events.RequestArrived(*event[:5], bytes(8), flags, "", "", "", "")
+        arrived = events.RequestArrived(
+            *event[:5], server_span_id=bytes(8), flags=flags, operation="", provider="", model="", name=""
+        )
         request = self.open_requests[ring, handle] = OpenRequest(ring, handle, arrived)
         self._fragments.add_request(request)
         request.recovered = True
@@ -185,7 +188,7 @@ class Assembler:
         """Ends a request whose end was not recorded. `at`: when that was noticed, perhaps long after the end."""
         if request.ended is None:
             request.mark_end_lost()
-            self._mark_ended(request, events.RequestEnded(at, events.OK, "", 0, 0, 0, 0))
+            self._mark_ended(request, _build_end(at, events.OK, ""))
 
     def _close_due_requests(self, horizon: int) -> None:
         while self._due <= horizon:
@@ -194,7 +197,7 @@ class Assembler:
             if self.open_requests.get(key) is request:  # else the handle is in use by another request
                 del self.open_requests[key]
             self._fragments.remove_request(request)
-            if due > self._concluded_at.get(request.ring, 0):
+            if due > self._processed_until.get(request.ring, 0):
                 request.close_at(due)
                 self._pauses.attach_to_request(request)
                 self._closed.append(request)
@@ -218,7 +221,7 @@ class Assembler:
             self._ready.append(record)
 
     def _remove_process(self, ring: int, handle: int, event: events.ProcessDied) -> None:
-        ending = events.RequestEnded(event.at, events.ERROR, semconv.ERROR_PROCESS_DIED, 0, 0, 0, 0)
+        ending = _build_end(event.at, events.ERROR, semconv.ERROR_PROCESS_DIED)
         for request in self._own_requests(ring):
             self._mark_ended(request, ending)
             self._pauses.attach_to_request(request)
@@ -252,26 +255,26 @@ class Assembler:
         return self._own_requests(process) + self._fragments.requests_in(process)
 
     def _add_pause(self, ring: int, handle: int, event: events.PauseSeen) -> None:
-        is_new = event.at > self._concluded_at.get(ring, 0) and not self._startups.is_startup_pause(
+        is_new = event.at > self._processed_until.get(ring, 0) and not self._startups.is_startup_pause(
             ring, event
         )
         self._pauses.add_pause(ring, event, is_new)
         self._startups.apply_event(ring, handle, event)
 
     def _add_mark(self, ring: int, handle: int, event: events.MarkSeen) -> None:
-        self._pauses.add_mark(ring, event, is_new=event.at > self._concluded_at.get(ring, 0))
+        self._pauses.add_mark(ring, event, is_new=event.at > self._processed_until.get(ring, 0))
 
     # ── processes ───────────────────────────────────────────────────────────────────────────────────────────
 
     def _add_process(self, ring: int, handle: int, event: events.ProcessSeen) -> None:
-        self._concluded_at[ring] = event.processed_until
+        self._processed_until[ring] = event.processed_until
         self.workers.add_process(ring, event.pid)
         self._startups.add_process(ring, event.pid, event.processed_until - GRACE_NS, event.role)
         self._pauses.add_process(ring, event)
 
     def _add_engine(self, ring: int, handle: int, event: events.EngineSeen) -> None:
         open_requests, fragments, process = self.open_requests, self._fragments, event.process
-        step_kinds = self._seen_step_kinds.setdefault((process, event.engine), set())
+        step_kinds = self._seen_step_kinds.setdefault((process, event.engine), StepKinds())
         engine = self.engines[ring] = EngineStepLog(
             event.engine,
             event.pid,
@@ -299,12 +302,12 @@ class Assembler:
         engine = self.engines.get(ring)
         if engine is not None:
             record = engine.end_step(event)
-            if record is not None and event.at > self._concluded_at.get(engine.process, 0):
+            if record is not None and event.at > self._processed_until.get(engine.process, 0):
                 self.steps.append(record)
 
     def _add_execution(self, ring: int, handle: int, event: events.StepExecuted | events.StepTimed) -> None:
         self._startups.serving.add(ring)
-        self.workers.add_execution(event, is_new=event.at > self._concluded_at.get(ring, 0))
+        self.workers.add_execution(event, is_new=event.at > self._processed_until.get(ring, 0))
 
     def _record_step_loss(self, ring: int, handle: int, event: events.StepsLost) -> None:
         self.events_lost += event.lost
@@ -318,3 +321,10 @@ class Assembler:
         since, engine.first_gap_at = engine.first_gap_at, 0
         for request in self._requests_in(engine.process):
             request.mark_steps_lost(since)
+
+
+def _build_end(at: int, outcome: int, error_type: str) -> events.RequestEnded:
+    """Returns the end of a request whose process did not record it."""
+    return events.RequestEnded(
+        at, outcome, error_type, status_code=0, chunks=0, send_wait_ns=0, detokenize_ns=0
+    )

@@ -20,7 +20,7 @@ MAX_REMEMBERED = 1024
 """Pauses stored per process and cause, and marks per process. Frequent causes must not evict rare ones."""
 
 _KNOWN_CAUSES = frozenset((*semconv.PAUSE_CAUSES, *semconv.EVENT_LOOP_CAUSES))
-_BY_END = attrgetter("ended_at")
+_BY_END, _BY_INSTANT = attrgetter("ended_at"), attrgetter("at")
 _NO_PAUSES: dict[str, deque[Pause]] = {}
 
 
@@ -129,7 +129,7 @@ class Pauses:
         return sorted(overlapping, key=_BY_END)
 
     def _find_marks(self, request: OpenRequest) -> tuple[Mark, ...]:
-        """Returns the marks of its processes that may have happened during the request."""
+        """Returns the marks of its processes that may have happened during the request, in order of time."""
         if not self._marks:
             return ()
         begin, end = request.arrived_at, request.ended_at
@@ -137,5 +137,6 @@ class Pauses:
             mark
             for ring in {request.ring, *self._remote_rings(request)}
             for mark in self._marks.get(ring, ())
+            if mark.since < end and mark.at > begin
         ]
-        return tuple(mark for mark in marks if mark.since < end and mark.at > begin)
+        return tuple(sorted(marks, key=_BY_INSTANT))

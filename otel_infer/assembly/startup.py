@@ -96,12 +96,10 @@ class ProcessStartup:
     """
 
     def __init__(self, start_event: events.ProcessStarted, pid: int, reported_until: int, role: str) -> None:
-        self._start_event, self._pid, self._reported_until, self._role = (
-            start_event,
-            pid,
-            reported_until,
-            role,
-        )
+        self._start_event = start_event
+        self._pid = pid
+        self._reported_until = reported_until
+        self._role = role
         self._parent = b"" if start_event.parent_span_id == NO_SPAN_ID else start_event.parent_span_id
         self._imports: list[tuple[int, str]] = []
         self._phases: list[Phase] = []
@@ -164,18 +162,18 @@ class ProcessStartup:
         last_of_each = {name: at for at, name in sorted(imported)}
         return StartRecord(
             *self.ids,
-            self._pid,
-            self._start_event.at,
-            self.ended_at,
-            self._start_event.wall_at - self._start_event.at,
-            tuple(sorted(inside, key=lambda phase: (phase.started_at, -phase.ended_at))),
-            tuple((at, name) for name, at in last_of_each.items()),
-            self._engine or self._find_imported_engine(),
-            self._ready_by,
-            self._error_type,
-            self._find_failed_phase() if self._error_type else "",
-            self._role,
-            self._parent,
+            pid=self._pid,
+            started_at=self._start_event.at,
+            ended_at=self.ended_at,
+            wall_offset=self._start_event.wall_at - self._start_event.at,
+            phases=tuple(sorted(inside, key=lambda phase: (phase.started_at, -phase.ended_at))),
+            imported=tuple((at, name) for name, at in last_of_each.items()),
+            engine=self._engine or self._find_imported_engine(),
+            ready_by=self._ready_by,
+            error_type=self._error_type,
+            failed_phase=self._find_failed_phase() if self._error_type else "",
+            role=self._role,
+            parent_span_id=self._parent,
         )
 
     # ── events ──────────────────────────────────────────────────────────────────────────────────────────────

@@ -14,7 +14,7 @@ from otel_infer.ringbuffer import events
 
 
 def format_duration(ns: float) -> str:
-    """Returns `0.4 ms`, `12 ms` or `3.2 s`, with two to four significant digits."""
+    """Returns `0.4 ms`, `12 ms` or `13.2 s`: seconds from 10 s, one decimal in seconds and below 10 ms."""
     value = ns / 1e6
     if value >= 9_999.5:
         return f"{value / 1000:.1f} s"
@@ -23,7 +23,7 @@ def format_duration(ns: float) -> str:
 
 def format_request(record: RequestRecord) -> str:
     """Returns one line with the outcome, durations, tokens, top cause and stages of a request."""
-    outcome = {events.OK: "ok", events.ERROR: "error", events.ABORTED: "aborted"}[record.outcome]
+    outcome = events.OUTCOME_NAMES[record.outcome]
     where = f"in {record.failed_stage}" if record.failed_stage else ""
     if detail := " ".join(filter(None, (record.error_type, where))):
         outcome += f" ({detail})"

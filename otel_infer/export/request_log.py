@@ -21,14 +21,13 @@ from otel_infer.assembly.records.request import RequestRecord
 from otel_infer.config.settings import STDERR
 from otel_infer.export import console
 from otel_infer.export.sampling import tail_sampler
+from otel_infer.export.sampling.token_bucket import TokenBucket
 from otel_infer.ringbuffer import events
 
 log = logging.getLogger(__name__)
 request_logger = logging.getLogger("otel_infer.requests")
 
 MAX_PER_SECOND, BURST = 10, 100
-LOGGED_REASONS = (*tail_sampler.PRIORITY_REASONS, semconv.KEEP_REASON_INTERFERER)
-_OUTCOMES = {events.OK: "ok", events.ERROR: "error", events.ABORTED: "aborted"}
 
 
 class RequestLog:
@@ -36,13 +35,15 @@ class RequestLog:
 
     def __init__(self, where: str = "") -> None:
         self._handler = _open_handler(where)
-        self._budget_left, self._refilled_at = float(BURST), 0
+        self._bucket = TokenBucket(BURST)
         self._dropped = 0
 
     def log_request(self, record: RequestRecord, decision: tail_sampler.Decision) -> None:
         """Logs one request, unless it is ordinary, no handler takes it, or the rate limit is reached."""
         is_logger_enabled = request_logger.isEnabledFor(logging.INFO)
-        if decision.reason not in LOGGED_REASONS or not (is_logger_enabled or self._handler is not None):
+        if decision.reason not in semconv.NOTABLE_REASONS or not (
+            is_logger_enabled or self._handler is not None
+        ):
             return
         if not self._spend_budget(record.ended_at):
             self._dropped += 1
@@ -76,14 +77,10 @@ class RequestLog:
                 self._handler.close()
 
     def _spend_budget(self, at: int) -> bool:
-        refill = max(at - self._refilled_at, 0) * MAX_PER_SECOND / 1e9
-        self._budget_left, self._refilled_at = (
-            min(self._budget_left + refill, BURST),
-            max(at, self._refilled_at),
-        )
-        if self._budget_left < 1:
+        self._bucket.refill(at, MAX_PER_SECOND, BURST)
+        if self._bucket.tokens < 1:
             return False
-        self._budget_left -= 1
+        self._bucket.tokens -= 1
         return True
 
 
@@ -98,7 +95,7 @@ def build_fields(record: RequestRecord, decision: tail_sampler.Decision) -> dict
         "operation": record.operation,
         "model": record.model,
         "route": record.attributes.get(semconv.HTTP_ROUTE),
-        "outcome": _OUTCOMES[record.outcome],
+        "outcome": events.OUTCOME_NAMES[record.outcome],
         "error_type": record.error_type,
         "failed_stage": record.failed_stage,
         "duration_ms": _ns_to_ms(record.duration_ns),
@@ -137,8 +134,9 @@ class _LogFileHandler(logging.handlers.WatchedFileHandler):
     """Writes to a file that other programs may rotate."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Writes a line, or loses it if the rotated file cannot be opened; the request is exported all the
-        same.
+        """Writes a line, or loses it if the rotated file cannot be opened.
+
+        The request is exported all the same.
         """
         with contextlib.suppress(OSError):
             super().emit(record)

@@ -59,8 +59,9 @@ class PromqlBuilder(NamedTuple):
     window: str
 
     def select_series(self, metric: Metric, *matchers: str, series: str = "") -> str:
-        """Returns a selector of the metric's series; `series`: a name ending such as `_sum` (default: the
-        first).
+        """Returns a selector of the metric's series.
+
+        `series`: the ending of its name, such as `_sum`; "" = the metric's first series.
         """
         name = prometheus.family_name(metric) + series if series else prometheus.series_names(metric)[0]
         filters = [
@@ -115,8 +116,9 @@ class PromqlBuilder(NamedTuple):
         return self.rate(metric, *matchers, by=by, series=prometheus.SUM)
 
     def quantile(self, q: float, metric: Metric, *matchers: str, by: Sequence[str] = ()) -> str:
-        """Returns a quantile of a histogram (0 to 1), merged over all labels but `by`; exact to a bucket's
-        width.
+        """Returns a quantile of a histogram, merged over all labels but `by`.
+
+        `q`: 0 to 1. The result is exact to a bucket's width.
         """
         buckets = self.rate(metric, *matchers, by=("le", *by), series=prometheus.BUCKET)
         return f"histogram_quantile({q:g}, {buckets})"
@@ -125,10 +127,10 @@ class PromqlBuilder(NamedTuple):
         """Returns the mean of a histogram's values."""
         return ratio_or_absent(self.sum_rate(metric, *matchers, by=by), self.rate(metric, *matchers, by=by))
 
-    def share_below(self, metric: Metric, bound: str, *matchers: str, by: Sequence[str] = ()) -> str:
+    def share_below(self, metric: Metric, bound: str) -> str:
         """Returns the share of a histogram's values up to `bound`, which must be a bound of its buckets."""
-        fast = self.rate(metric, f'le="{bound}"', *matchers, by=by, series=prometheus.BUCKET)
-        return ratio_or_absent(fast, self.rate(metric, *matchers, by=by))
+        fast = self.rate(metric, f'le="{bound}"', series=prometheus.BUCKET)
+        return ratio_or_absent(fast, self.rate(metric))
 
     def bucket_increase(self, metric: Metric, *matchers: str) -> str:
         """Returns the increase per bucket of a histogram, for a heatmap."""

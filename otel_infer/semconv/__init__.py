@@ -10,6 +10,7 @@ from __future__ import annotations
 from otel_infer.semconv import device_metrics, metrics
 from otel_infer.semconv.attributes import *
 from otel_infer.semconv.causes import *
+from otel_infer.semconv.complaints import *
 from otel_infer.semconv.device_metrics import *
 from otel_infer.semconv.metrics import *
 from otel_infer.semconv.metrics import Metric

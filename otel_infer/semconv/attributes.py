@@ -34,9 +34,6 @@ GPU_TASK = "hw.gpu.task"
 GPU_COUNT, GPU_MODELS, GPU_DRIVER = "infer.gpu.count", "infer.gpu.models", "infer.gpu.driver_version"
 """Attributes of a resource."""
 
-OPERATION_CHAT = "chat"
-OPERATION_TEXT_COMPLETION = "text_completion"
-OPERATION_GENERATE = "generate_content"
 OPERATION_EMBEDDINGS = "embeddings"
 OPERATION_INFERENCE = "inference"
 OTHER = "_OTHER"
@@ -83,6 +80,12 @@ KEEP_REASONS = (
     KEEP_REASON_SAMPLED, KEEP_REASON_ALL, KEEP_REASON_BUDGET, KEEP_REASON_NONE, KEEP_REASON_UNSAMPLED,
 )  # fmt: skip
 """`budget`: an ordinary request whose steps fit the budget. `none`: exported without its steps."""
+PRIORITY_REASONS = (
+    KEEP_REASON_SLO, KEEP_REASON_SLOW, KEEP_REASON_ERROR, KEEP_REASON_ABORTED, KEEP_REASON_PREEMPTED,
+)  # fmt: skip
+"""Keep reasons that a user may ask about. The request that delayed such a request most is exported too."""
+NOTABLE_REASONS = (*PRIORITY_REASONS, KEEP_REASON_INTERFERER)
+"""Keep reasons of requests that are worth opening."""
 SLO_MISSED = "infer.slo.missed"
 SLO_MISSED_NONE, SLO_MISSED_ERROR = "none", "error"
 """Values in place of objective names, on a metric: all objectives were met; the request failed."""
@@ -172,7 +175,10 @@ Without page-locked memory the host waits for the copy.
 MEMORY_WANTED, MEMORY_LIMIT = "infer.device.memory.wanted", "infer.device.memory.limit"
 MEMORY_FREE = "infer.device.memory.free"
 MEMORY_KIND = "infer.device.memory.kind"
-MEMORY_KINDS = ("allocated", "reserved", "active", "inactive_split", "private_pools", "outside", "free")
+MEMORY_KIND_ALLOCATED, MEMORY_KIND_RESERVED, MEMORY_KIND_ACTIVE = "allocated", "reserved", "active"
+MEMORY_KIND_INACTIVE_SPLIT, MEMORY_KIND_PRIVATE_POOLS = "inactive_split", "private_pools"
+MEMORY_KIND_OUTSIDE, MEMORY_KIND_FREE = "outside", "free"
+"""Kinds of device memory. The first five are the allocator's; `outside` is used by anything else."""
 DEVICE_LAUNCH = "infer.device.launch"
 DEVICE_QUEUE = "infer.device.queue"
 DEVICE_GAP = "infer.device.gap"
@@ -183,7 +189,8 @@ PAUSE_DURATION = "infer.pause.duration"
 MARK_NAME = "infer.mark.name"
 MARK_EVICTION = "kv_eviction"
 MARK_EMPTY, MARK_DUMMY = "empty_step", "dummy_batch"
-MARK_NAMES = ("allocator_retry", "allocator_oom", MARK_EMPTY, MARK_DUMMY)
+MARK_ALLOCATOR_RETRY, MARK_ALLOCATOR_OOM = "allocator_retry", "allocator_oom"
+MARK_NAMES = (MARK_ALLOCATOR_RETRY, MARK_ALLOCATOR_OOM, MARK_EMPTY, MARK_DUMMY)
 MARK_COUNT = "infer.mark.count"
 MARK_WINDOW = "infer.mark.window"
 """Longest time that the mark may have happened before its event, s."""

@@ -262,7 +262,7 @@ PAUSE_CAUSES = tuple(row.name for row in CAUSE_TABLE if row.pause == STOPS_PROCE
 EVENT_LOOP_CAUSES = tuple(row.name for row in CAUSE_TABLE if row.pause == STOPS_EVENT_LOOP)
 
 
-def causes_of(*groups: str) -> tuple[str, ...]:
+def select_causes(*groups: str) -> tuple[str, ...]:
     """Returns the names of the causes in these groups, in the order of the table."""
     return tuple(row.name for row in CAUSE_TABLE if row.group in groups)
 

@@ -51,7 +51,7 @@ GPU_ERRORS = Metric(
     "errors that the driver reported since the server started (xid_NUMBER).",
     (*_GPU, ERROR_TYPE),
 )
-ECC_ERRORS = ("corrected", "uncorrected")
+ECC_CORRECTED, ECC_UNCORRECTED = ECC_ERRORS = ("corrected", "uncorrected")
 """Values of `error.type` for errors of GPU memory."""
 PREEXISTING_COUNTERS: dict[Metric, tuple[str, ...]] = {GPU_ENERGY: (), GPU_ERRORS: ECC_ERRORS}
 """Counters that counted before this process started.

@@ -19,8 +19,9 @@ STAGE_BUDGET = "otel_infer:stage_budget:seconds"
 
 
 def family_name(metric: semconv.Metric) -> str:
-    """Returns the common name of all series of a metric, without the suffix of a series (`_total`,
-    `_bucket`).
+    """Returns the common name of all series of a metric.
+
+    It lacks the suffix of a series (`_total`, `_bucket`).
     """
     words = metric.name.replace(".", "_").split("_")
     unit = unit_suffix(metric)

@@ -10,6 +10,7 @@ from otel_infer.config.slo import E2E, ITL, TPOT, TTFT
 from otel_infer.monitoring import dashboards
 from otel_infer.monitoring.alerts import burn_rate_rules, grafana_rules, slo_spec
 from otel_infer.monitoring.alerts.cause_alerts import CAUSE_ALERTS, WATCHDOG
+from otel_infer.monitoring.names import ALERT_PREFIX
 
 ALERTS = """# Alerts
 
@@ -199,7 +200,7 @@ def build_alerts_page() -> str:
     page = ALERTS.format(
         managed=grafana_rules.EVALUATION_INTERVAL_S,
         minimum=slo_spec.DEFAULT_SPEC.minimum,
-        prefix=burn_rate_rules.ALERT_PREFIX,
+        prefix=ALERT_PREFIX,
         of=f"{', '.join(kinds[:-1])} or {kinds[-1]}",
         bounds="\n".join(f"| `{of}` | {EVENTS[of]} | {_format_bounds(of)} |" for of in kinds),
         defaults="\n".join(
@@ -247,10 +248,10 @@ def _iter_cause_runbooks() -> Iterator[Runbook]:
     for one in CAUSE_ALERTS:
         hold = "immediately" if one.pending_period == "0s" else one.pending_period
         yield Runbook(
-            burn_rate_rules.ALERT_PREFIX + one.name, one.severity, hold, one.meaning, one.symptom, one.change, one.dashboard, _break_query(one.expr)
+            ALERT_PREFIX + one.name, one.severity, hold, one.meaning, one.symptom, one.change, one.dashboard, _break_query(one.expr)
         )  # fmt: skip
     yield Runbook(
-        burn_rate_rules.ALERT_PREFIX + WATCHDOG, "none", "immediately", "It always fires, which shows that alerts arrive.",
+        ALERT_PREFIX + WATCHDOG, "none", "immediately", "It always fires, which shows that alerts arrive.",
         "alerts are missing", "If it stops: check Prometheus, Alertmanager and the notification path.", "self-monitoring", "vector(1)",
     )  # fmt: skip
 
@@ -270,7 +271,7 @@ def _format_runbook(one: Runbook) -> str:
 
 
 def _link_alert(name: str) -> str:
-    return f"[{burn_rate_rules.ALERT_PREFIX}{name}](#{burn_rate_rules.runbook_anchor(name)})"
+    return f"[{ALERT_PREFIX}{name}](#{burn_rate_rules.runbook_anchor(name)})"
 
 
 def _format_bounds(of: str) -> str:

@@ -17,6 +17,7 @@ from otel_infer import cli, semconv
 from otel_infer.cli import alerts
 from otel_infer.config.settings import SETTINGS
 from otel_infer.monitoring.alerts import burn_rate_rules, slo_spec
+from otel_infer.monitoring.names import ALERT_PREFIX
 from otel_infer.semconv import prometheus
 from tests.stack.processes import Prometheus
 from tests.support.grafana_server import GrafanaServer
@@ -162,9 +163,9 @@ def test_every_alert_has_a_runbook() -> None:
         for rule in group["rules"]
         if "alert" in rule
     }
-    assert {
-        burn_rate_rules.runbook_anchor(alert.removeprefix(burn_rate_rules.ALERT_PREFIX)) for alert in alerts
-    } <= anchors(ROOT / "docs" / "alerts.md")
+    assert {burn_rate_rules.runbook_anchor(alert.removeprefix(ALERT_PREFIX)) for alert in alerts} <= anchors(
+        ROOT / "docs" / "alerts.md"
+    )
 
 
 def iter_arguments(page: str, *, to_prometheus: bool, **replacements: str) -> Iterator[list[str]]:

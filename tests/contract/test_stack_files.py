@@ -22,7 +22,8 @@ from otel_infer.assembly.assembler import Assembler
 from otel_infer.config.environment import Config, from_env
 from otel_infer.config.settings import SETTINGS
 from otel_infer.export.sampling import tail_sampler
-from otel_infer.monitoring.alerts import burn_rate_rules, cause_alerts
+from otel_infer.monitoring.alerts import cause_alerts
+from otel_infer.monitoring.names import ALERT_PREFIX
 from otel_infer.semconv import prometheus
 from tests.stack.tools import tool
 
@@ -373,7 +374,7 @@ def test_tail_sampling_keeps_requests_with_a_keep_reason() -> None:
     ordinary = {getattr(semconv, f"KEEP_REASON_{name}") for name in names}
     assert kept["key"] == semconv.KEEP_REASON
     assert sorted(kept["values"]) == sorted({*semconv.KEEP_REASONS} - ordinary)
-    assert {*tail_sampler.PRIORITY_REASONS} < {*kept["values"]}
+    assert {*semconv.PRIORITY_REASONS} < {*kept["values"]}
     assert policies["starts-and-checks"]["span"] == [
         f'span.name == "{name}"' for name in (semconv.SPAN_SERVER_START, semconv.SPAN_DOCTOR)
     ]
@@ -438,7 +439,7 @@ def test_a_page_reaches_the_flight_recorder_in_time() -> None:
 
 
 def test_a_page_inhibits_cause_alerts_except_lost_telemetry() -> None:
-    alerts = {burn_rate_rules.ALERT_PREFIX + cause.name for cause in cause_alerts.CAUSE_ALERTS}
+    alerts = {ALERT_PREFIX + cause.name for cause in cause_alerts.CAUSE_ALERTS}
     severities = {cause.severity for cause in cause_alerts.CAUSE_ALERTS}
     inhibitions = find_value("alertmanager: inhibit_rules")
     for rule in inhibitions:

@@ -11,7 +11,7 @@ import pytest
 
 import otel_infer
 from otel_infer import semconv
-from otel_infer.analysis.attribution import request as request_attribution
+from otel_infer.analysis.attribution.breakdown import attribute_latency
 from otel_infer.assembly.engine.device_steps import BY_EVENT
 from otel_infer.assembly.records.request import RequestRecord, Stage
 from otel_infer.gpu.memory import DeviceMemorySampler
@@ -176,7 +176,7 @@ def record_with_pause(recording: Recording, pause_s: float) -> RequestRecord:
         request.finished(output_tokens=40)
     time.sleep(0.3)  # the device times are read by then
     (record,) = recording.records()
-    request_attribution.attribute_latency([record])
+    attribute_latency([record])
     return record
 
 

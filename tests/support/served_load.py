@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
-from otel_infer.analysis.attribution import request
+from otel_infer.analysis.attribution.breakdown import attribute_latency
 from otel_infer.assembly.assembler import Assembler
 from otel_infer.assembly.records.request import RequestRecord
 from otel_infer.ringbuffer import events
@@ -46,7 +46,7 @@ class SimulatedServer:
         assembler = Assembler()
         assembler.feed_events(self.simulate(load))
         records = assembler.drain_records(AFTER_ALL_EVENTS)
-        request.attribute_latency(records)
+        attribute_latency(records)
         return records
 
     def simulate(self, load: list[ClientRequest]) -> list[events.RecordedEvent]:

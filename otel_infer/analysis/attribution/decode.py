@@ -1,6 +1,7 @@
 """Divides decode steps by cause, for many requests at once. Pure; `semconv.causes` defines the causes.
 
-The functions stay in one module because their order matters: time that one cause takes is gone for the next.
+The moves between causes stay in one module because their order matters. Time that one cause takes is gone for
+the next.
 """
 
 from __future__ import annotations
@@ -12,12 +13,11 @@ import numpy as np
 
 from otel_infer import semconv
 from otel_infer.analysis.attribution.step_columns import (
-    _UNKNOWN_COST,
     _DecodeSteps,
     _requests_with_delays,
     _subtract_pauses,
 )
-from otel_infer.assembly.engine.thread_delays import error_margin
+from otel_infer.analysis.attribution.step_costs import StepCosts, split_by_cost
 from otel_infer.assembly.records.request import RequestRecord
 
 MAX_INTERFERED_STEPS = 16
@@ -41,7 +41,7 @@ _MOVED_TO_PREEMPTION = {
     semconv.CAUSE_PREFILL,
 }  # fmt: skip
 """Causes that become `preemption` in the step that resumed a preempted request."""
-_OUT_OF_BATCH = "sat out"
+_UNSCHEDULED = "unscheduled"
 """Key of the time between two steps that are not consecutive, until its cause is known."""
 
 
@@ -57,32 +57,32 @@ def divide_decode(records: Sequence[RequestRecord]) -> list[StepBreakdown]:
 
 def _divide_steps(records: list[RequestRecord]) -> list[StepBreakdown]:
     steps = _DecodeSteps(records)
-    ran, waited = steps.until - steps.began, steps.began - steps.since
+    columns = _build_columns(records, steps)
+    interference_ns = columns[semconv.CAUSE_INTERFERENCE]
+    sums = np.array([np.add.reduceat(column, steps.begins) for column in columns.values()]).T.tolist()
+    return [
+        _sum_causes(records[i], steps, interference_ns, i, dict(zip(columns, row)))
+        for i, row in enumerate(sums)
+    ]
+
+
+def _build_columns(records: list[RequestRecord], steps: _DecodeSteps) -> dict[str, Any]:
+    """Returns the ns of each step by cause. Each move takes time out of the columns before it, in place."""
+    ran = steps.until - steps.began
+    waited = steps.began - steps.since
     _subtract_pauses(records, steps, ran, waited)
     queued, prefill = _split_resubmit_wait(records, steps, waited)
-    own, batching, others, prompt, over, error = _split_by_cost(records, steps, ran)
-    warmup_rows, warmup_ns = _find_warmup_rows(records, steps, others + prompt)
-    from_own_prefill = np.minimum(warmup_ns, prompt[warmup_rows])
-    prompt[warmup_rows] -= from_own_prefill
-    others[warmup_rows] -= warmup_ns - from_own_prefill
+    costs = split_by_cost(records, steps, ran)
+    warmup_rows, warmup_ns = _take_warmup(records, steps, costs)
     resumed_rows = _find_resumed_rows(records, steps)
-    delays, idle = (
-        _take_thread_delays(records, steps, others, over, np.append(warmup_rows, resumed_rows)),
-        _collect_device_idle(records, steps),
-    )
-    stalled = over * (over > error)
-    own += over - stalled
-    columns = dict(zip(_STEP_CAUSES, (own, batching, others, waited, stalled)))
+    delays = _take_thread_delays(records, steps, costs, np.append(warmup_rows, resumed_rows))
+    idle = _collect_device_idle(records, steps)
+    columns = _name_columns(costs, waited)
     if steps.own_prefill.any() or prefill.any():
-        columns[semconv.CAUSE_PREFILL] = prompt + prefill
+        columns[semconv.CAUSE_PREFILL] = costs.own_prefill_ns + prefill
     if queued.any():
         columns[semconv.CAUSE_SCHEDULER_QUEUE] = queued
-    if len(warmup_rows):
-        columns[semconv.CAUSE_WARMUP] = warmup = _move_rows(warmup_rows, [stalled])
-        warmup[warmup_rows] += warmup_ns
-    if delays is not None:
-        columns[semconv.CAUSE_STARVED], columns[semconv.CAUSE_PAGE_FAULTS], share = delays
-        columns[semconv.CAUSE_BLOCKED] = _move_to_blocked(stalled, share, idle)
+    _move_stalls(columns, warmup_rows, warmup_ns, delays, idle)
     if idle is not None:
         _move_idle_to_host(steps, columns, idle)
     _move_to_gpu_throttled(records, steps, columns)
@@ -90,10 +90,31 @@ def _divide_steps(records: list[RequestRecord]) -> list[StepBreakdown]:
         moved = [column for cause, column in columns.items() if cause in _MOVED_TO_PREEMPTION]
         columns[semconv.CAUSE_PREEMPTION] = _move_rows(resumed_rows, moved)
     if not steps.is_consecutive.all():
-        columns[_OUT_OF_BATCH] = sat_out = waited * ~steps.is_consecutive
-        waited -= sat_out
-    sums = np.array([np.add.reduceat(column, steps.begins) for column in columns.values()]).T.tolist()
-    return [_sum_causes(records[i], steps, others, i, dict(zip(columns, row))) for i, row in enumerate(sums)]
+        columns[_UNSCHEDULED] = waited * ~steps.is_consecutive
+        waited -= columns[_UNSCHEDULED]
+    return columns
+
+
+def _name_columns(costs: StepCosts, waited: Any) -> dict[str, Any]:
+    """Returns the columns of `_STEP_CAUSES`. An excess within the error margin is the request's own."""
+    stalled = costs.excess_ns * (costs.excess_ns > costs.error_ns)
+    own_ns = costs.own_ns
+    own_ns += costs.excess_ns - stalled
+    return dict(zip(_STEP_CAUSES, (own_ns, costs.batching_ns, costs.interference_ns, waited, stalled)))
+
+
+def _move_stalls(
+    columns: dict[str, Any], warmup_rows: Any, warmup_ns: Any, delays: _ThreadDelayColumns | None, idle: Any
+) -> None:
+    """Moves stalls to `warmup` and `blocked`, and adds what warmup and thread delays took before."""
+    stalled = columns[semconv.CAUSE_UNEXPLAINED]
+    if len(warmup_rows):
+        columns[semconv.CAUSE_WARMUP] = warmup = _move_rows(warmup_rows, [stalled])
+        warmup[warmup_rows] += warmup_ns
+    if delays is not None:
+        columns[semconv.CAUSE_STARVED] = delays.starved_ns
+        columns[semconv.CAUSE_PAGE_FAULTS] = delays.faulted_ns
+        columns[semconv.CAUSE_BLOCKED] = _move_to_blocked(stalled, delays.blocked_share, idle)
 
 
 def _move_to_blocked(stalled: Any, blocked_share: Any, idle: Any) -> Any:
@@ -119,47 +140,18 @@ def _move_rows(rows: Any, columns: list[Any]) -> Any:
 
 
 def _sum_causes(
-    record: RequestRecord, steps: _DecodeSteps, others: Any, i: int, sums: dict[str, int]
+    record: RequestRecord, steps: _DecodeSteps, interference_ns: Any, i: int, sums: dict[str, int]
 ) -> StepBreakdown:
     """Returns the breakdown of one request. Time in which it was not scheduled is interference.
 
     Where steps are missing from the log, it is `unexplained`, because other requests need not have run.
     """
     unscheduled_cause = semconv.CAUSE_UNEXPLAINED if record.telemetry_lost else semconv.CAUSE_INTERFERENCE
-    sums[unscheduled_cause] += sums.pop(_OUT_OF_BATCH, 0)
+    sums[unscheduled_cause] += sums.pop(_UNSCHEDULED, 0)
     known = {cause: length for cause, length in sums.items() if length > 0}
     return StepBreakdown(
-        known, _select_worst_steps(steps, others, i) if semconv.CAUSE_INTERFERENCE in known else []
+        known, _select_worst_steps(steps, interference_ns, i) if semconv.CAUSE_INTERFERENCE in known else []
     )
-
-
-def _split_by_cost(records: list[RequestRecord], steps: _DecodeSteps, ran: Any) -> tuple[Any, ...]:
-    """Divides the run time of steps by the cost model.
-
-    Returns own decode, batching, excess with other requests' prompts, excess with own prompts, other excess,
-    and the error margin of the estimate.
-    """
-    # With pipeline parallelism, `step_stride` steps are in flight, and one of them is the request's.
-    # It lasts as long as all of them take together.
-    strides = [record.step_stride for record in records]
-    costs = np.array([record.cost_model or _UNKNOWN_COST for record in records]).T[:3] * strides
-    base, per_sequence, spread = steps.repeat_per_step(costs)
-    size = steps.size.astype(np.float64)
-    # With speculative decoding, a sequence gets several tokens in a step.
-    sequences = steps.repeat_per_step(np.array([[max(record.sequences, 1) for record in records]]))[0]
-    alone = np.minimum(np.minimum(steps.tokens, sequences), size)
-    typical = base + per_sequence * size
-    over = np.maximum(ran - typical, 0).astype(np.int64)
-    if steps.own_prefill.any():
-        prompts = np.maximum(steps.prefill + steps.own_prefill, 1)
-        others, prompt = (over * tokens // prompts for tokens in (steps.prefill, steps.own_prefill))
-    else:  # saves a division, which costs more than the rest of this function
-        others, prompt = over * (steps.prefill > 0), np.zeros_like(over)
-    rest = ran - others - prompt
-    own = np.minimum(rest, base + per_sequence * alone).astype(np.int64)
-    rest -= own
-    batching = np.minimum(rest, per_sequence * (size - alone)).astype(np.int64)
-    return own, batching, others, prompt, rest - batching, error_margin(typical, spread)
 
 
 def _split_resubmit_wait(records: list[RequestRecord], steps: _DecodeSteps, waited: Any) -> tuple[Any, Any]:
@@ -182,33 +174,57 @@ def _split_resubmit_wait(records: list[RequestRecord], steps: _DecodeSteps, wait
     return queued, prefill
 
 
-def _take_thread_delays(
-    records: list[RequestRecord], steps: _DecodeSteps, others: Any, over: Any, unusual: Any
-) -> Any:
-    """Subtracts what thread delays explain from `others` and `over`, except in the `unusual` rows.
+class _ThreadDelayColumns(NamedTuple):
+    """What thread delays explain of each step: ns without a CPU, ns of page faults.
 
-    Returns ns without a CPU, ns of page faults, and the share of the remaining stall in which the thread was
-    blocked. None where no request has thread delays.
+    `blocked_share`: the share of the remaining stall in which the thread was blocked.
+    """
+
+    starved_ns: Any
+    faulted_ns: Any
+    blocked_share: Any
+
+
+def _take_thread_delays(
+    records: list[RequestRecord], steps: _DecodeSteps, costs: StepCosts, unusual: Any
+) -> _ThreadDelayColumns | None:
+    """Takes what thread delays explain out of interference and excess, except in the `unusual` rows.
+
+    None where no request has thread delays.
     """
     delayed = list(_requests_with_delays(records, steps))
     if not delayed:
         return None
-    explained, blocked, usual = np.zeros((2, len(over)), np.int64), np.zeros(len(over)), np.ones(len(over))
+    number = len(costs.excess_ns)
+    explained = np.zeros((2, number), np.int64)
+    blocked = np.zeros(number)
+    usual = np.ones(number)
     usual[unusual] = 0
     for i, delays in delayed:
         own_rows = steps.decode_slice(i)
         shares = delays.delay_shares(steps.began[own_rows], steps.until[own_rows])
         known = np.array(shares[:2]) * usual[own_rows]
         blocked[own_rows] = shares.blocked * usual[own_rows]
-        for column in (others, over):
-            taken = (known * column[own_rows]).astype(np.int64)
-            explained[:, own_rows] += taken
-            column[own_rows] -= taken.sum(axis=0)
-    return *explained, blocked
+        for column in (costs.interference_ns, costs.excess_ns):
+            explained_ns = (known * column[own_rows]).astype(np.int64)
+            explained[:, own_rows] += explained_ns
+            column[own_rows] -= explained_ns.sum(axis=0)
+    starved_ns, faulted_ns = explained
+    return _ThreadDelayColumns(starved_ns, faulted_ns, blocked)
 
 
-def _find_warmup_rows(records: list[RequestRecord], steps: _DecodeSteps, others: Any) -> tuple[Any, Any]:
-    """Returns the rows of warmup steps, and how much of `others` in each exceeds the cost of its prompts, ns."""
+def _take_warmup(records: list[RequestRecord], steps: _DecodeSteps, costs: StepCosts) -> tuple[Any, Any]:
+    """Takes the warmup out of the time of prompts. Returns the rows of warmup steps, and the warmup in each, ns."""
+    prompt_ns = costs.interference_ns + costs.own_prefill_ns
+    rows, warmup_ns = _find_warmup_rows(records, steps, prompt_ns)
+    of_own_prefill = np.minimum(warmup_ns, costs.own_prefill_ns[rows])
+    costs.own_prefill_ns[rows] -= of_own_prefill
+    costs.interference_ns[rows] -= warmup_ns - of_own_prefill
+    return rows, warmup_ns
+
+
+def _find_warmup_rows(records: list[RequestRecord], steps: _DecodeSteps, prompt_ns: Any) -> tuple[Any, Any]:
+    """Returns the rows of warmup steps, and by how much `prompt_ns` exceeds the cost of prompts in each."""
     rows: list[int] = []
     excess: list[int] = []
     for i, record in enumerate(records):
@@ -219,7 +235,7 @@ def _find_warmup_rows(records: list[RequestRecord], steps: _DecodeSteps, others:
             row = own_rows.start + offset
             rows.append(row)
             prompts = int(steps.prefill[row] + steps.own_prefill[row])
-            excess.append(max(int(others[row] - record.warmup_steps.max_prompt_cost(prompts)), 0))
+            excess.append(max(int(prompt_ns[row] - record.warmup_steps.max_prompt_cost(prompts)), 0))
     return np.array(rows, np.int64), np.array(excess, np.int64)
 
 
@@ -228,15 +244,15 @@ def _move_idle_to_host(steps: _DecodeSteps, columns: dict[str, Any], idle: Any) 
 
     It is taken from the unexplained excess first, then from own decode and batching.
     """
-    own, batching, others, host, stalled = (columns[cause] for cause in _STEP_CAUSES)
-    device = own + batching + others + stalled + columns.get(semconv.CAUSE_PREFILL, 0)
+    own_ns, batching_ns, interference_ns, host_ns, stalled = (columns[cause] for cause in _STEP_CAUSES)
+    device = own_ns + batching_ns + interference_ns + stalled + columns.get(semconv.CAUSE_PREFILL, 0)
     left = np.maximum(idle - (steps.until - steps.since - device), 0) * steps.is_consecutive
-    over = np.minimum(left, stalled)
-    usual = np.minimum(left - over, own + batching)
-    of_own = usual * own // np.maximum(own + batching, 1)
-    for column, taken in ((stalled, over), (own, of_own), (batching, usual - of_own)):
-        column -= taken
-        host += taken
+    of_stall = np.minimum(left, stalled)
+    usual = np.minimum(left - of_stall, own_ns + batching_ns)
+    of_own = usual * own_ns // np.maximum(own_ns + batching_ns, 1)
+    for column, idle_ns in ((stalled, of_stall), (own_ns, of_own), (batching_ns, usual - of_own)):
+        column -= idle_ns
+        host_ns += idle_ns
 
 
 def _collect_device_idle(records: list[RequestRecord], steps: _DecodeSteps) -> Any:
@@ -298,9 +314,9 @@ def _find_resumed_rows(records: list[RequestRecord], steps: _DecodeSteps) -> Any
     return np.array(rows, np.int64)
 
 
-def _select_worst_steps(steps: _DecodeSteps, others: Any, i: int) -> list[tuple[int, int]]:
+def _select_worst_steps(steps: _DecodeSteps, interference_ns: Any, i: int) -> list[tuple[int, int]]:
     own_rows = steps.decode_slice(i)
-    lengths = others[own_rows]
+    lengths = interference_ns[own_rows]
     rows = np.flatnonzero(lengths)
     if len(rows) > MAX_INTERFERED_STEPS:
         rows = rows[np.argpartition(lengths[rows], -MAX_INTERFERED_STEPS)[-MAX_INTERFERED_STEPS:]]

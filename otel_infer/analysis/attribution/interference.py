@@ -44,7 +44,7 @@ class StepPrefills:
         }
 
 
-def interferers(
+def find_interferers(
     record: RequestRecord,
     steps: Sequence[tuple[int, int]],
     step_prefills: dict[tuple[int, int], StepPrefills],
@@ -75,28 +75,28 @@ def interferers(
     return [Interferer(*ids, length, classes[ids]) for ids, length in lengths.items() if length]
 
 
-def worst_interferer(
-    record: RequestRecord, known_interferers: Sequence[Interferer], interference: int
+def find_worst_interferer(
+    record: RequestRecord, interferers: Sequence[Interferer], interference: int
 ) -> Interferer | None:
     """Returns the request that interfered most, if it has a name.
 
     None where the interference is below a fiftieth of the request's duration.
     """
-    if interference * 50 < record.duration_ns or not known_interferers:
+    if interference * 50 < record.duration_ns or not interferers:
         return None
-    worst = max(known_interferers, key=lambda interferer: interferer.length if interferer.trace_id else 0)
+    worst = max(interferers, key=lambda interferer: interferer.length if interferer.trace_id else 0)
     return worst._replace(length=min(worst.length, interference)) if worst.trace_id else None
 
 
-def interference_by_class(
-    known_interferers: Sequence[Interferer], interference: int
+def split_interference_by_class(
+    interferers: Sequence[Interferer], interference: int
 ) -> tuple[tuple[str, int], ...]:
     """Returns the interference in ns by traffic class, in proportion to the known interferers.
 
     The values sum to `interference`. The rounding error goes to the largest class.
     """
     lengths: dict[str, int] = defaultdict(int)
-    for interferer in known_interferers:
+    for interferer in interferers:
         lengths[interferer.traffic_class] += interferer.length
     if not lengths:
         return ((tenancy.UNKNOWN, interference),)

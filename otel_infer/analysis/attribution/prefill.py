@@ -27,8 +27,8 @@ def divide_prefill(record: RequestRecord) -> StepBreakdown:
         return EMPTY_BREAKDOWN
     parts: Causes = defaultdict(int)
     interfered_steps: list[tuple[int, int]] = []
-    per_sequence = record.cost_model.per_sequence if record.cost_model is not None else 0.0
-    recompute_tokens, before = 0, None
+    recompute_tokens = 0
+    before: PrefillStep | None = None
     pauses = inactive_intervals(record)
     unplaced_tokens = _recomputed_tokens(record, chunks) if record.preempted_at else 0
     for chunk in chunks:
@@ -40,18 +40,30 @@ def divide_prefill(record: RequestRecord) -> StepBreakdown:
         length = _attribute_delays(
             record, chunk, uncovered_length(pauses, began, chunk.ended_at), began, parts
         )
-        batching_ns = min(int(per_sequence * (chunk.batch_size - 1)), length)
-        others, repeated = chunk.others_prefill_tokens, min(recompute_tokens, chunk.tokens)
-        interference_ns = (length - batching_ns) * others // max(chunk.tokens + others, 1)
-        recompute_ns = (length - batching_ns - interference_ns) * repeated // max(chunk.tokens, 1)
+        repeated = min(recompute_tokens, chunk.tokens)
         recompute_tokens -= repeated
-        parts[semconv.CAUSE_BATCHING] += batching_ns
-        parts[semconv.CAUSE_INTERFERENCE] += interference_ns
-        parts[semconv.CAUSE_PREEMPTION] += recompute_ns
-        parts[semconv.CAUSE_PREFILL] += length - batching_ns - interference_ns - recompute_ns
-        interfered_steps.append((chunk.step, interference_ns))
+        interfered_steps.append((chunk.step, _attribute_chunk(record, chunk, length, repeated, parts)))
         before = chunk
     return StepBreakdown(parts, interfered_steps)
+
+
+def _attribute_chunk(
+    record: RequestRecord, chunk: PrefillStep, length: int, repeated: int, parts: Causes
+) -> int:
+    """Attributes the `length` ns of a chunk. Returns its interference, ns.
+
+    `repeated`: how many of its tokens are computed again.
+    """
+    per_sequence = record.cost_model.per_sequence if record.cost_model is not None else 0.0
+    batching_ns = min(int(per_sequence * (chunk.batch_size - 1)), length)
+    others = chunk.others_prefill_tokens
+    interference_ns = (length - batching_ns) * others // max(chunk.tokens + others, 1)
+    recompute_ns = (length - batching_ns - interference_ns) * repeated // max(chunk.tokens, 1)
+    parts[semconv.CAUSE_BATCHING] += batching_ns
+    parts[semconv.CAUSE_INTERFERENCE] += interference_ns
+    parts[semconv.CAUSE_PREEMPTION] += recompute_ns
+    parts[semconv.CAUSE_PREFILL] += length - batching_ns - interference_ns - recompute_ns
+    return interference_ns
 
 
 def _prefill_chunks(record: RequestRecord) -> list[PrefillStep]:
@@ -93,16 +105,8 @@ def _attribute_wait(
     length = uncovered_length(pauses, since, began)
     if not length:
         return began
-    if before is not None and _was_preempted_between(record, before, chunk):
-        cause = semconv.CAUSE_PREEMPTION
-    elif before is not None and any(
-        before.started_at < at <= chunk.started_at for _, at, _ in record.generation_gaps
-    ):
-        cause = semconv.CAUSE_SCHEDULER_QUEUE
-    elif before is not None and chunk.step - before.step == 1:
-        cause = semconv.CAUSE_HOST_BUBBLE
-    else:
-        cause = semconv.CAUSE_INTERFERENCE
+    cause = _find_wait_cause(record, chunk, before)
+    if cause == semconv.CAUSE_INTERFERENCE:
         if before is None:
             parts[semconv.CAUSE_BATCHING] += (batching_ns := _cost_without_prompts(record, chunk, length))
             length -= batching_ns
@@ -112,6 +116,18 @@ def _attribute_wait(
         interfered_steps += [(step, length // len(steps)) for step in steps]
     parts[cause] += length
     return began
+
+
+def _find_wait_cause(record: RequestRecord, chunk: PrefillStep, before: PrefillStep | None) -> str:
+    """Returns why a chunk began later than the chunk before it, or later than it was scheduled."""
+    if before is None:
+        return semconv.CAUSE_INTERFERENCE
+    if _was_preempted_between(record, before, chunk):
+        return semconv.CAUSE_PREEMPTION
+    if any(before.started_at < at <= chunk.started_at for _, at, _ in record.generation_gaps):
+        return semconv.CAUSE_SCHEDULER_QUEUE
+    is_next_step = chunk.step - before.step == 1
+    return semconv.CAUSE_HOST_BUBBLE if is_next_step else semconv.CAUSE_INTERFERENCE
 
 
 def _cost_without_prompts(record: RequestRecord, chunk: PrefillStep, length: int) -> int:

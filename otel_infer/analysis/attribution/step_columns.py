@@ -19,7 +19,7 @@ _UNKNOWN_COST = StepCostModel(float(1 << 60), 0.0, 0.0, 0)
 """In place of an unknown cost model: all time of a step is the request's own."""
 
 
-def attributable_pauses(record: RequestRecord) -> Sequence[Pause]:
+def select_attributable_pauses(record: RequestRecord) -> Sequence[Pause]:
     """Returns the pauses that can be placed in steps.
 
     The amount of throttling is known roughly, but not its instants. Where thread delays of the engine's
@@ -33,7 +33,7 @@ def attributable_pauses(record: RequestRecord) -> Sequence[Pause]:
 def inactive_intervals(record: RequestRecord) -> list[tuple[Any, ...]]:
     """Returns the pauses and generation gaps of a request as (begin, end, …). They may overlap."""
     return (
-        [*attributable_pauses(record), *record.generation_gaps]
+        [*select_attributable_pauses(record), *record.generation_gaps]
         if record.pauses or record.generation_gaps
         else []
     )

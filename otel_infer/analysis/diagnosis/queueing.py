@@ -8,17 +8,28 @@ from typing import Any
 import numpy as np
 
 from otel_infer import semconv
-from otel_infer.analysis.diagnosis.slow_requests import time_in
+from otel_infer.analysis.diagnosis.slow_requests import sum_cause_time
 from otel_infer.assembly.records.request import RequestRecord
 
 LARGE_FACTOR = 6.0
 """A request is large if its own work is this many times the median."""
 MIN_LARGE_WORK_SHARE = 0.4
 """Share of all work; below it, large requests delay no others, even if one is always running."""
+_MIN_LARGE_COUNT_SHARE, _MAX_LARGE_COUNT_SHARE, _MIN_SMALL_REQUESTS = 0.01, 0.4, 4
+"""Share of the requests that are large, and number of small ones. Outside, the two are no distinct kinds."""
+_EXPLAINED_WAIT_SHARE = 0.6
+"""Share of the waiting time from which its reason is large requests, or a peak."""
+_CHANCE_FACTOR, _ALWAYS_SHARE = 1.25, 0.8
+"""Small requests wait beside large ones by this factor more often than by chance, or large ones always run."""
 _WORK_CAUSES = (semconv.CAUSE_PREFILL, semconv.CAUSE_DECODE)
 ARRIVAL_BINS = 12
 """Intervals of equal length in which arrivals are counted."""
-_PEAK_FACTOR, _PEAK_SIGMAS = 1.8, 4.0  # above the random variation of steady arrivals
+_PEAK_FACTOR, _PEAK_SIGMAS = 1.8, 4.0
+"""Factor over the usual arrivals, and standard deviations of steady arrivals above them, of a peak."""
+_MAX_PEAK_SHARE = 1 / 3
+"""Share of the time above which many arrivals are no peak but usual."""
+_CALM_FACTOR, _PEAK_WAIT_FACTOR = 2, 3
+"""Factors of the wait before a peak: up to the first a peak is over; above the second it delayed requests."""
 _NS_PER_MS = 1_000_000
 
 
@@ -44,7 +55,7 @@ class QueueAnalysis:
         self._others += [(max(begin, since), last) for begin in unfinished]
         self._arrivals = np.array([record.arrived_at for record in served], np.int64).clip(since)
         self._arrived_in_window = np.array([record.arrived_at >= since for record in served])
-        self._work = np.array([time_in(record, *_WORK_CAUSES) for record in served], float)
+        self._work = np.array([sum_cause_time(record, *_WORK_CAUSES) for record in served], float)
         self._is_large = self._work >= LARGE_FACTOR * max(float(np.median(self._work)), 1.0)
 
     @property
@@ -64,7 +75,9 @@ class QueueAnalysis:
     def waiting_behind_large(self) -> str | None:
         """Returns evidence that small requests wait behind large ones; None where they do not."""
         small, large = ~self._is_large, self._is_large
-        if not 0.01 < large.mean() < 0.4 or small.sum() < 4:
+        if not _MIN_LARGE_COUNT_SHARE < large.mean() < _MAX_LARGE_COUNT_SHARE:
+            return None
+        if small.sum() < _MIN_SMALL_REQUESTS:
             return None
         if self._work[large].sum() < MIN_LARGE_WORK_SHARE * self._work.sum():
             return None
@@ -72,11 +85,12 @@ class QueueAnalysis:
         waits = self._wait_lengths[small]
         beside = _overlap_lengths(self._waits[small], runs)
         total = float(waits.sum())
-        if not total or beside.sum() / total < 0.6:
+        if not total or beside.sum() / total < _EXPLAINED_WAIT_SHARE:
             return None
         covered = sum(end - begin for begin, end in runs)
         span = float(self._runs[:, 1].max() - self._arrivals.min())
-        if beside.sum() / total < 1.25 * covered / span and covered / span < 0.8:
+        is_by_chance = beside.sum() / total < _CHANCE_FACTOR * covered / span
+        if is_by_chance and covered / span < _ALWAYS_SHARE:
             return None
         return (
             f"{beside.sum() / total:.0%} of the waiting time of small requests passes while one of {int(large.sum())} large ones "
@@ -88,10 +102,8 @@ class QueueAnalysis:
 
         A peak lasts until the requests that arrived during it were scheduled.
         """
-        arrivals, lengths = (
-            self._arrivals[self._arrived_in_window],
-            self._wait_lengths[self._arrived_in_window],
-        )
+        arrivals = self._arrivals[self._arrived_in_window]
+        lengths = self._wait_lengths[self._arrived_in_window]
         if not len(arrivals) or arrivals.min() == arrivals.max():
             return None
         begin, end = arrivals.min(), arrivals.max()
@@ -100,12 +112,16 @@ class QueueAnalysis:
         waited = np.bincount(bins, weights=lengths, minlength=ARRIVAL_BINS)
         usual = float(np.median(counts))
         is_peak = counts >= max(_PEAK_FACTOR * usual, usual + _PEAK_SIGMAS * max(usual, 1.0) ** 0.5)
-        if not is_peak.any() or is_peak.sum() > ARRIVAL_BINS / 3:
+        if not is_peak.any() or is_peak.sum() > ARRIVAL_BINS * _MAX_PEAK_SHARE:
             return None
-        calm_wait = waited[: int(np.argmax(is_peak))].sum() / max(counts[: int(np.argmax(is_peak))].sum(), 1)
-        is_delayed = _extend_to_calm(is_peak, waited / np.maximum(counts, 1), 2 * calm_wait + _NS_PER_MS)
+        first = int(np.argmax(is_peak))
+        calm_wait = waited[:first].sum() / max(counts[:first].sum(), 1)
+        calm_limit = _CALM_FACTOR * calm_wait + _NS_PER_MS
+        is_delayed = _extend_to_calm(is_peak, waited / np.maximum(counts, 1), calm_limit)
         delayed_wait = waited[is_delayed].sum() / max(counts[is_delayed].sum(), 1)
-        if waited[is_delayed].sum() < 0.6 * waited.sum() or delayed_wait < 3 * calm_wait:
+        if waited[is_delayed].sum() < _EXPLAINED_WAIT_SHARE * waited.sum():
+            return None
+        if delayed_wait < _PEAK_WAIT_FACTOR * calm_wait:
             return None
         return (
             f"{counts.max():.0f} requests arrived where {usual:.0f} are usual; "

@@ -7,7 +7,7 @@ covers. It is `healthy` where the slow requests only did their own work.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -16,35 +16,44 @@ import numpy as np
 from otel_infer import semconv
 from otel_infer.analysis.diagnosis.queueing import QueueAnalysis
 from otel_infer.analysis.diagnosis.slow_requests import (
+    MIN_REQUESTS,
     NS_PER_MS,
-    SlowRequests,
     app_time_before_token,
     client_backpressure,
     filter_generating,
-    longest_gap,
     loop_delay_before_token,
-    loop_delays_while_streaming,
     median_gap_ms,
-    nonstreaming_time_in,
     select_slowest,
     streaming_time,
-    streaming_time_in,
-    time_in,
+    sum_cause_time,
+    sum_nonstreaming_cause_time,
+    sum_streaming_cause_time,
     ttft_or_duration,
 )
+from otel_infer.analysis.diagnosis.stalls import find_event_loop_stalls, find_stream_stalls
 from otel_infer.analysis.diagnosis.symptoms import Finding
 from otel_infer.assembly.engine.step_table import CAPACITY
 from otel_infer.assembly.records.request import RequestRecord
 from otel_infer.ringbuffer import events
 from otel_infer.semconv import causes
 
-MIN_REQUESTS = 12
-"""Requests below which the verdict is `insufficient`."""
+HEALTHY, INSUFFICIENT = "healthy", "insufficient"
+"""Verdicts that name no symptom."""
 MAX_UNEXPLAINED_SHARE = 0.5
 MAX_UNCLASSIFIED_SHARE = 0.4
 """Share of the slow requests' time that one cause may have without a symptom that covers it."""
 NOTICEABLE_MS = 100
 """Delays below this are too short for a client to notice."""
+_MAIN_SHARE = 0.5
+"""Share of the time from which a cause is more than all others together."""
+_WAIT_SHARE, _MIN_WAIT_MS = 0.4, 20
+"""Least share of the time, and least length, of waiting that counts. Other waits are no single complaint."""
+_USUAL_PREFILL_SHARE = 0.25
+"""Least share in slow requests of prefill that is the main cost of most requests: they wait for others, too."""
+_GAPS_PER_PROMPT, _GAPS_PER_QUEUE = 5, 3
+"""Median gaps between tokens that a prompt, and a queue, must exceed to be noticed in the stream's own pace."""
+_BATCHING_PER_DECODE = 2
+"""Times that batching must exceed the request's own decode, because any batch costs something."""
 
 
 class Diagnosis(NamedTuple):
@@ -60,7 +69,9 @@ class Diagnosis(NamedTuple):
     note: str
 
 
-def diagnose(records: Sequence[RequestRecord], since: int = 0, unfinished: Sequence[int] = ()) -> Diagnosis:
+def diagnose_requests(
+    records: Sequence[RequestRecord], since: int = 0, unfinished: Sequence[int] = ()
+) -> Diagnosis:
     """Returns the symptom that these requests show, with its evidence.
 
     `since`: from this instant on (monotonic ns) all requests are recorded; earlier ones only if they were
@@ -72,7 +83,7 @@ def diagnose(records: Sequence[RequestRecord], since: int = 0, unfinished: Seque
         note = f"{len(served)} requests; at least {MIN_REQUESTS} are needed"
         if len(served) < len(records):
             note += f" (of {len(records)}; the others failed or generate nothing)"
-        return Diagnosis("insufficient", len(served), [], cause_shares, note)
+        return Diagnosis(INSUFFICIENT, len(served), [], cause_shares, note)
     findings = [finding for rule in _RULES for finding in rule(served)]
     others = [record for record in records if not _is_served(record)]
     findings += _find_queueing(served, QueueAnalysis(served, others, since, unfinished))
@@ -84,13 +95,13 @@ def diagnose(records: Sequence[RequestRecord], since: int = 0, unfinished: Seque
         note = "most of the slow requests' time is unexplained; check that the engine is instrumented: otel-infer doctor"
         if sum(record.steps_evicted > 0 for record in slow.records) > len(slow.records) / 2:
             note = f"the slow requests are older than the last {CAPACITY:,} steps of their engine; older steps are discarded"
-        return Diagnosis("insufficient", len(served), [], cause_shares, note)
+        return Diagnosis(INSUFFICIENT, len(served), [], cause_shares, note)
     cause, share = _largest_unclassified_cause(served)
     if share > MAX_UNCLASSIFIED_SHARE:
         note = f"no symptom matches, but {share:.0%} of the slow requests' time is {cause}"
-        return Diagnosis("insufficient", len(served), [], cause_shares, note)
+        return Diagnosis(INSUFFICIENT, len(served), [], cause_shares, note)
     note = "the slow requests did their own work; further delay at the client arises outside this server"
-    return Diagnosis("healthy", len(served), [], cause_shares, note)
+    return Diagnosis(HEALTHY, len(served), [], cause_shares, note)
 
 
 def _is_served(record: RequestRecord) -> bool:
@@ -102,10 +113,9 @@ def _is_served(record: RequestRecord) -> bool:
 
 # ── rules ───────────────────────────────────────────────────────────────────────────────────────────────────
 
-_PRE_ENGINE_CAUSES = causes.causes_of(causes.GROUP_PRE_ENGINE)
-_QUEUE_CAUSES = causes.causes_of(causes.GROUP_QUEUE)
-_STALL_CAUSES = causes.causes_of(causes.GROUP_STALL, causes.GROUP_UNKNOWN)
-_OWN_WORK_CAUSES = causes.causes_of(causes.GROUP_OWN_WORK, causes.GROUP_UNKNOWN)
+_PRE_ENGINE_CAUSES = causes.select_causes(causes.GROUP_PRE_ENGINE)
+_QUEUE_CAUSES = causes.select_causes(causes.GROUP_QUEUE)
+_OWN_WORK_CAUSES = causes.select_causes(causes.GROUP_OWN_WORK, causes.GROUP_UNKNOWN)
 _WARMUP_CAUSES = tuple(row.name for row in causes.CAUSE_TABLE if row.is_warmup)
 
 
@@ -116,10 +126,10 @@ def _find_pre_engine_delay(served: list[RequestRecord]) -> list[Finding]:
     parts[semconv.CAUSE_APPLICATION] = float(sum(map(app_time_before_token, slow.records)))
     parts[semconv.CAUSE_EVENT_LOOP] = float(sum(map(loop_delay_before_token, slow.records)))
     total, count = sum(parts.values()), len(slow.records)
-    if total < 0.4 * slow.reference_ns or total / count / NS_PER_MS < 20:
+    if total < _WAIT_SHARE * slow.reference_ns or total / count / NS_PER_MS < _MIN_WAIT_MS:
         return []
     cause = max(parts, key=lambda cause: parts[cause])
-    return [Finding("pre_engine", cause, total / slow.lifetime_ns, [
+    return [Finding(semconv.SYMPTOM_PRE_ENGINE, cause, total / slow.lifetime_ns, [
         f"{total / slow.reference_ns:.0%} of the time to the first token of the slowest {count} requests is before the engine",
         f"{cause}: {parts[cause] / count / NS_PER_MS:.0f} ms each",
     ])]  # fmt: skip
@@ -129,10 +139,10 @@ def _find_cold_start(served: list[RequestRecord]) -> list[Finding]:
     """Finds work that a server does once and that its first requests wait for."""
     slow = select_slowest(served, lambda r: r.duration_ns)
     share, mean_ms = slow.reference_share(*_WARMUP_CAUSES), slow.mean_ms(*_WARMUP_CAUSES)
-    if share < 0.4 or mean_ms < 20:
+    if share < _WAIT_SHARE or mean_ms < _MIN_WAIT_MS:
         return []
     cause = max(_WARMUP_CAUSES, key=slow.total_ns)
-    return [Finding("prefill", cause, share, [
+    return [Finding(semconv.SYMPTOM_PREFILL, cause, share, [
         f"{share:.0%} of the time of the slowest {len(slow.records)} requests is work that a server does once, {mean_ms:.0f} ms each",
         f"{cause}: {slow.mean_ms(cause):.0f} ms each",
     ])]  # fmt: skip
@@ -146,23 +156,20 @@ def _find_expensive_prefill(served: list[RequestRecord]) -> list[Finding]:
     served = filter_generating(served)
     if len(served) < MIN_REQUESTS:
         return []
-    gap, typical_ns = (
-        median_gap_ms(served),
-        np.median([nonstreaming_time_in(record, semconv.CAUSE_PREFILL) for record in served]),
-    )
+    gap = median_gap_ms(served)
+    prefills = [sum_nonstreaming_cause_time(record, semconv.CAUSE_PREFILL) for record in served]
+    typical_ns = np.median(prefills)
     typical_share = float(
-        np.median(
-            [
-                nonstreaming_time_in(record, semconv.CAUSE_PREFILL) / ttft_or_duration(record)
-                for record in served
-            ]
-        )
+        np.median([prefill / ttft_or_duration(record) for prefill, record in zip(prefills, served)])
     )
-    slow = select_slowest(served, ttft_or_duration, whole=ttft_or_duration, measure=nonstreaming_time_in)
+    slow = select_slowest(
+        served, ttft_or_duration, whole=ttft_or_duration, measure=sum_nonstreaming_cause_time
+    )
     share, mean_ms = slow.reference_share(semconv.CAUSE_PREFILL), slow.mean_ms(semconv.CAUSE_PREFILL)
-    noticeable_ms = max(NOTICEABLE_MS, 5 * gap)
-    is_usual = typical_share >= 0.5 and typical_ns / NS_PER_MS >= noticeable_ms and share >= 0.25
-    if not is_usual and (share < 0.5 or mean_ms < noticeable_ms):
+    noticeable_ms = max(NOTICEABLE_MS, _GAPS_PER_PROMPT * gap)
+    has_usual_share = typical_share >= _MAIN_SHARE and share >= _USUAL_PREFILL_SHARE
+    is_usual = has_usual_share and typical_ns / NS_PER_MS >= noticeable_ms
+    if not is_usual and (share < _MAIN_SHARE or mean_ms < noticeable_ms):
         return []
     followed = (semconv.CAUSE_INTERFERENCE, *_QUEUE_CAUSES) if is_usual else ()
     tokens = np.median([record.input_tokens for record in slow.records])
@@ -171,11 +178,8 @@ def _find_expensive_prefill(served: list[RequestRecord]) -> list[Finding]:
         f"{typical_share:.0%} for the median request",
         f"{mean_ms:.0f} ms for {tokens:.0f} prompt tokens, then a token every {gap:.1f} ms",
     ]
-    return [
-        Finding(
-            "prefill", semconv.CAUSE_PREFILL, slow.lifetime_share(semconv.CAUSE_PREFILL, *followed), evidence
-        )
-    ]
+    weight = slow.lifetime_share(semconv.CAUSE_PREFILL, *followed)
+    return [Finding(semconv.SYMPTOM_PREFILL, semconv.CAUSE_PREFILL, weight, evidence)]
 
 
 def _find_prefill_interference(served: list[RequestRecord]) -> list[Finding]:
@@ -183,124 +187,59 @@ def _find_prefill_interference(served: list[RequestRecord]) -> list[Finding]:
     served = filter_generating(served)
     if len(served) < MIN_REQUESTS:
         return []
-    slow = select_slowest(served, ttft_or_duration, whole=ttft_or_duration, measure=nonstreaming_time_in)
-    share, mean_ms = (
-        slow.reference_share(semconv.CAUSE_INTERFERENCE),
-        slow.mean_ms(semconv.CAUSE_INTERFERENCE),
+    slow = select_slowest(
+        served, ttft_or_duration, whole=ttft_or_duration, measure=sum_nonstreaming_cause_time
     )
-    if share < 0.5 or mean_ms < max(NOTICEABLE_MS, 5 * median_gap_ms(served)):
+    share = slow.reference_share(semconv.CAUSE_INTERFERENCE)
+    mean_ms = slow.mean_ms(semconv.CAUSE_INTERFERENCE)
+    if share < _MAIN_SHARE or mean_ms < max(NOTICEABLE_MS, _GAPS_PER_PROMPT * median_gap_ms(served)):
         return []
-    return [Finding("prefill", semconv.CAUSE_INTERFERENCE, slow.lifetime_share(semconv.CAUSE_INTERFERENCE), [
+    return [Finding(semconv.SYMPTOM_PREFILL, semconv.CAUSE_INTERFERENCE, slow.lifetime_share(semconv.CAUSE_INTERFERENCE), [
         f"{share:.0%} of the time to the first token of the slowest {len(slow.records)} requests is prefill of others",
         f"{mean_ms:.0f} ms each",
     ])]  # fmt: skip
 
 
-def _find_stream_stalls(served: list[RequestRecord]) -> list[Finding]:
-    """Finds streams with long gaps between tokens."""
-    streamed = [record for record in served if record.summary.gaps >= 3]
-    if len(streamed) < MIN_REQUESTS // 2:
-        return []
-    slow = select_slowest(streamed, longest_gap, whole=streaming_time, measure=streaming_time_in)
-    gap, longest = (
-        median_gap_ms(streamed),
-        float(np.median([longest_gap(r) for r in slow.records])) / NS_PER_MS,
-    )
-    parts = {cause: slow.total_ns(cause) for cause in _STALL_CAUSES}
-    parts[semconv.CAUSE_HOST_BUBBLE] = _excess_over_median(streamed, slow, semconv.CAUSE_HOST_BUBBLE)
-    total = sum(parts.values())
-    if total < 0.15 * slow.reference_ns or longest < 4 * gap or longest < 15:
-        return []
-    cause = max(parts, key=lambda cause: parts[cause])
-    mean_ms = parts[cause] / len(slow.records) / NS_PER_MS
-    evidence = [
-        f"the longest gap between tokens of the slowest {len(slow.records)} requests is {longest:.0f} ms; the median gap is {gap:.1f} ms",
-        f"{cause}: {min(parts[cause] / slow.reference_ns, 1.0):.0%} of their streaming time, {mean_ms:.0f} ms each",
-    ]
-    interferers: Counter[str] = Counter()
-    for interferer in [
-        r.breakdown.stalled_by for r in slow.records if r.breakdown and r.breakdown.stalled_by
-    ]:
-        interferers[interferer.trace_id.hex()] += interferer.length
-    if cause == semconv.CAUSE_INTERFERENCE and interferers:
-        worst = max(interferers, key=lambda trace: interferers[trace])
-        others = len(interferers) - 1
-        evidence.append(f"held up most by trace {worst}" + (f" and by {others} more" if others else ""))
-    return [Finding("stutter", cause, total / slow.lifetime_ns, evidence)]
-
-
-def _excess_over_median(streamed: list[RequestRecord], slow: SlowRequests, cause: str) -> float:
-    """Returns how much of a cause the slow streams have beyond its median share of streaming time, ns.
-
-    Requests with and without device times are compared separately, because device times make more of the
-    cause visible.
-    """
-    excess = 0.0
-    for timed in (True, False):
-        alike = [record for record in streamed if (record.device_idle is not None) == timed]
-        if alike:
-            shares = [streaming_time_in(record, cause) / max(streaming_time(record), 1) for record in alike]
-            usual = float(np.median(shares))
-            slow_alike = [record for record in slow.records if (record.device_idle is not None) == timed]
-            excess += sum(
-                streaming_time_in(record, cause) - usual * streaming_time(record) for record in slow_alike
-            )
-    return max(excess, 0.0)
-
-
-def _find_event_loop_stalls(served: list[RequestRecord]) -> list[Finding]:
-    """Finds streams that stop while the engine continues, because the event loop does not send their tokens."""
-    streamed = [record for record in served if record.summary.gaps >= 3]
-    if len(streamed) < MIN_REQUESTS // 2:
-        return []
-    slow = select_slowest(streamed, lambda r: sum(loop_delays_while_streaming(r)), whole=streaming_time)
-    loop_delays = [loop_delays_while_streaming(record) for record in slow.records]
-    total, longest = (
-        sum(map(sum, loop_delays)),
-        float(np.median([max(delays, default=0) for delays in loop_delays])) / NS_PER_MS,
-    )
-    if total < 0.15 * slow.reference_ns or longest < max(4 * median_gap_ms(streamed), 15):
-        return []
-    return [Finding("stutter", semconv.CAUSE_EVENT_LOOP, total / slow.lifetime_ns, [
-        f"the event loop did not run for {longest:.0f} ms while the slowest {len(slow.records)} requests were streamed",
-        f"{total / slow.reference_ns:.0%} of their streaming time; the engine continued meanwhile",
-    ])]  # fmt: skip
-
-
 def _find_queueing(served: list[RequestRecord], queueing: QueueAnalysis) -> list[Finding]:
     """Finds waiting in the queue: because of a peak, of large requests, of a batch window, or always."""
-    slow = select_slowest(served, ttft_or_duration, whole=ttft_or_duration, measure=nonstreaming_time_in)
+    slow = select_slowest(
+        served, ttft_or_duration, whole=ttft_or_duration, measure=sum_nonstreaming_cause_time
+    )
     weight, mean_ms = slow.reference_share(*_QUEUE_CAUSES), slow.mean_ms(*_QUEUE_CAUSES)
-    if weight < 0.4 or mean_ms < 20 or mean_ms < 3 * median_gap_ms(served):
+    if weight < _WAIT_SHARE or mean_ms < max(_MIN_WAIT_MS, _GAPS_PER_QUEUE * median_gap_ms(served)):
         return []
     cause, lifetime_share = max(_QUEUE_CAUSES, key=slow.total_ns), slow.lifetime_share(*_QUEUE_CAUSES)
     queue_time = f"{weight:.0%} of the time to the first token of the slowest {len(slow.records)} requests is queue, {mean_ms:.0f} ms each"
     idle, heavy, peak = queueing.idle_wait_share(), queueing.waiting_behind_large(), queueing.describe_peak()
-    if idle > 0.5:
+    if idle > _MAIN_SHARE:
         idle_wait = f"{idle:.0%} of the waiting time passed while no request was running"
-        return [Finding("batching", cause, lifetime_share, [queue_time, idle_wait])]
+        return [Finding(semconv.SYMPTOM_BATCHING, cause, lifetime_share, [queue_time, idle_wait])]
     if heavy is not None:
-        return [Finding("head_of_line_blocking", cause, lifetime_share, [queue_time, heavy])]
+        return [Finding(semconv.SYMPTOM_HEAD_OF_LINE_BLOCKING, cause, lifetime_share, [queue_time, heavy])]
     if peak is not None:
-        return [Finding("peak", cause, lifetime_share, [queue_time, peak])]
-    return [Finding("queueing", cause, lifetime_share, [queue_time, "at any load, not only at a peak"])]
+        return [Finding(semconv.SYMPTOM_PEAK, cause, lifetime_share, [queue_time, peak])]
+    return [
+        Finding(
+            semconv.SYMPTOM_QUEUEING, cause, lifetime_share, [queue_time, "at any load, not only at a peak"]
+        )
+    ]
 
 
 def _find_batching_delay(served: list[RequestRecord]) -> list[Finding]:
     """Finds decode steps that are slow because of the size of the batch."""
-    slow = select_slowest(served, streaming_time, whole=streaming_time, measure=streaming_time_in)
+    slow = select_slowest(served, streaming_time, whole=streaming_time, measure=sum_streaming_cause_time)
     weight, own = slow.reference_share(semconv.CAUSE_BATCHING), slow.reference_share(semconv.CAUSE_DECODE)
-    if weight < 0.5 or weight < 2 * own:
+    if weight < max(_MAIN_SHARE, _BATCHING_PER_DECODE * own):
         return []
     size = max(record.summary.batch_size_max for record in slow.records)
-    return [Finding("batching", semconv.CAUSE_BATCHING, slow.lifetime_share(semconv.CAUSE_BATCHING), [
+    return [Finding(semconv.SYMPTOM_BATCHING, semconv.CAUSE_BATCHING, slow.lifetime_share(semconv.CAUSE_BATCHING), [
         f"{weight:.0%} of the streaming time is added by the other sequences of each step, {own:.0%} is the request's own",
         f"up to {size} sequences in a step",
     ])]  # fmt: skip
 
 
 _RULES: tuple[Callable[[list[RequestRecord]], list[Finding]], ...] = (
-    _find_pre_engine_delay, _find_expensive_prefill, _find_prefill_interference, _find_stream_stalls, _find_event_loop_stalls, _find_batching_delay, _find_cold_start,
+    _find_pre_engine_delay, _find_expensive_prefill, _find_prefill_interference, find_stream_stalls, find_event_loop_stalls, _find_batching_delay, _find_cold_start,
 )  # fmt: skip
 
 
@@ -314,7 +253,7 @@ def _largest_unclassified_cause(served: list[RequestRecord]) -> tuple[str, float
     parts[semconv.CAUSE_EGRESS] -= sum(map(client_backpressure, slow.records))
     # A request without tokens is computed together with others and is done when they are: no interference.
     interference_ns = sum(
-        time_in(record, semconv.CAUSE_INTERFERENCE) for record in filter_generating(slow.records)
+        sum_cause_time(record, semconv.CAUSE_INTERFERENCE) for record in filter_generating(slow.records)
     )
     parts[semconv.CAUSE_INTERFERENCE] = float(interference_ns)
     cause = max(parts, key=lambda cause: parts[cause])

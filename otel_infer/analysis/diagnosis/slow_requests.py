@@ -14,6 +14,8 @@ from otel_infer.ringbuffer import events
 
 SLOW_SHARE = 0.1
 """Share of the requests that count as slow."""
+MIN_REQUESTS = 12
+"""Requests below which the verdict is `insufficient`."""
 NS_PER_MS = 1_000_000
 MEDIAN_SAMPLES = 2000
 """Evenly spaced requests from which a median is computed."""
@@ -21,7 +23,7 @@ _SERVER_STAGES = (*semconv.STAGES, *semconv.NESTED_STAGES)
 """The built-in stages. Others are recorded by the application."""
 
 
-def time_in(record: RequestRecord, *causes: str) -> int:
+def sum_cause_time(record: RequestRecord, *causes: str) -> int:
     """Returns the ns of the request that are attributed to these causes."""
     return (
         sum(record.breakdown.causes.get(cause, 0) for cause in causes) if record.breakdown is not None else 0
@@ -65,7 +67,7 @@ def select_slowest(
     served: list[RequestRecord],
     key: Callable[[RequestRecord], int],
     whole: Callable[[RequestRecord], int] = lambda r: r.duration_ns,
-    measure: Callable[..., int] = time_in,
+    measure: Callable[..., int] = sum_cause_time,
 ) -> SlowRequests:
     """Returns the slowest tenth, at least three.
 
@@ -76,7 +78,7 @@ def select_slowest(
     return SlowRequests(records, float(sum(map(whole, records))), measure)
 
 
-def streaming_time_in(record: RequestRecord, *causes: str) -> int:
+def sum_streaming_cause_time(record: RequestRecord, *causes: str) -> int:
     """Returns the ns between the first and the last token that are attributed to these causes."""
     return (
         sum(record.breakdown.streaming.get(cause, 0) for cause in causes)
@@ -85,9 +87,9 @@ def streaming_time_in(record: RequestRecord, *causes: str) -> int:
     )
 
 
-def nonstreaming_time_in(record: RequestRecord, *causes: str) -> int:
+def sum_nonstreaming_cause_time(record: RequestRecord, *causes: str) -> int:
     """Returns the ns outside streaming that are attributed to these causes."""
-    return time_in(record, *causes) - streaming_time_in(record, *causes)
+    return sum_cause_time(record, *causes) - sum_streaming_cause_time(record, *causes)
 
 
 def streaming_time(record: RequestRecord) -> int:
@@ -108,7 +110,7 @@ def client_backpressure(record: RequestRecord) -> int:
     stage = record.find_stage(semconv.SPAN_POSTPROCESS)
     seconds = stage.attributes.get(semconv.SEND_WAIT, 0.0) if stage is not None else 0.0
     waited = int(seconds * 1e9) if isinstance(seconds, (int, float)) else 0
-    return min(waited, time_in(record, semconv.CAUSE_EGRESS))
+    return min(waited, sum_cause_time(record, semconv.CAUSE_EGRESS))
 
 
 def filter_generating(served: Sequence[RequestRecord]) -> list[RequestRecord]:
@@ -136,7 +138,7 @@ def app_time_before_token(record: RequestRecord) -> int:
     for stage in sorted(record.stages, key=lambda stage: stage.name not in _SERVER_STAGES):
         free, taken = subtract_interval(free, stage.started_at, stage.ended_at)
         after += taken * (stage.name not in _SERVER_STAGES)
-    return max(time_in(record, semconv.CAUSE_APPLICATION) - after, 0)
+    return max(sum_cause_time(record, semconv.CAUSE_APPLICATION) - after, 0)
 
 
 # ── the event loop ──────────────────────────────────────────────────────────────────────────────────────────
@@ -145,7 +147,7 @@ def app_time_before_token(record: RequestRecord) -> int:
 def loop_delay_before_token(record: RequestRecord) -> int:
     """Returns the ns of `event_loop` before the first token."""
     before = sum(_loop_delays(record, record.arrived_at, record.arrived_at + ttft_or_duration(record)))
-    return min(before, time_in(record, semconv.CAUSE_EVENT_LOOP))
+    return min(before, sum_cause_time(record, semconv.CAUSE_EVENT_LOOP))
 
 
 def loop_delays_while_streaming(record: RequestRecord) -> list[int]:

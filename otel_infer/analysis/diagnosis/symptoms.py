@@ -16,38 +16,38 @@ class Symptom(NamedTuple):
 
 
 SYMPTOMS = {
-    "pre_engine": Symptom(
-        "slow even for tiny prompts",
+    semconv.SYMPTOM_PRE_ENGINE: Symptom(
+        semconv.COMPLAINTS[semconv.SYMPTOM_PRE_ENGINE],
         "time is spent before inference starts",
         "look at what runs before the engine: body reads, tokenization, lookups; make them fewer, faster or concurrent",
     ),
-    "queueing": Symptom(
-        "fine locally, bad in production",
+    semconv.SYMPTOM_QUEUEING: Symptom(
+        semconv.COMPLAINTS[semconv.SYMPTOM_QUEUEING],
         "requests wait in the queue at any load",
         "limit concurrency at ingress, allow larger batches or add a replica, separate traffic",
     ),
-    "prefill": Symptom(
-        "nothing for a while, then fast",
+    semconv.SYMPTOM_PREFILL: Symptom(
+        semconv.COMPLAINTS[semconv.SYMPTOM_PREFILL],
         "prompts are expensive",
         "shorten or cap prompts, enable the prefix cache, prefill in smaller batches",
     ),
-    "stutter": Symptom(
-        "starts, then freezes or stutters",
+    semconv.SYMPTOM_STUTTER: Symptom(
+        semconv.COMPLAINTS[semconv.SYMPTOM_STUTTER],
         "decode is interrupted",
         "find what stops the process: other work on its cores, a lock, a slow disk",
     ),
-    "peak": Symptom(
-        "explodes at peak hours",
+    semconv.SYMPTOM_PEAK: Symptom(
+        semconv.COMPLAINTS[semconv.SYMPTOM_PEAK],
         "for a time, more requests are accepted than served",
         "shed or spread load at the peak, scale up earlier, lower the queue's limit",
     ),
-    "head_of_line_blocking": Symptom(
-        "big customers slow down small ones",
+    semconv.SYMPTOM_HEAD_OF_LINE_BLOCKING: Symptom(
+        semconv.COMPLAINTS[semconv.SYMPTOM_HEAD_OF_LINE_BLOCKING],
         "small requests wait behind large ones",
         "serve large requests separately, or limit how many run at the same time; give small ones priority",
     ),
-    "batching": Symptom(
-        "cheap batch mode is fine, live is slow",
+    semconv.SYMPTOM_BATCHING: Symptom(
+        semconv.COMPLAINTS[semconv.SYMPTOM_BATCHING],
         "batches are large, or requests wait for a batch to fill",
         "batch only offline traffic: no batching delay and smaller batches for live traffic",
     ),
@@ -56,7 +56,7 @@ SYMPTOMS = {
 
 
 _CHANGE_BY_SYMPTOM_AND_CAUSE = {
-    ("prefill", semconv.CAUSE_INTERFERENCE): (
+    (semconv.SYMPTOM_PREFILL, semconv.CAUSE_INTERFERENCE): (
         "long prompts apart from other traffic, or fewer at the same time; the prefix cache, shorter prompts"
     ),
 }

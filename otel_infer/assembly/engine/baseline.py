@@ -7,12 +7,13 @@ import numpy as np
 from otel_infer.assembly.engine.step_cost import StepCostModel, cost_model_from_steps
 from otel_infer.assembly.engine.step_table import StepTable
 from otel_infer.assembly.engine.thread_delays import ThreadDelays
-from otel_infer.assembly.engine.warmup import WarmupSteps, WarmupTracker
+from otel_infer.assembly.engine.warmup import StepKinds, WarmupSteps, WarmupTracker
 
 FIT_FIRST, FIT_EVERY, FIT_OVER = 16, 256, 1024
 """Steps before the first fit of the cost model, most steps between two fits, and steps that a fit uses.
 
-The model is fitted again when the number of steps has doubled, at the latest after `FIT_EVERY` steps.
+The model is fitted again when the number of steps has doubled, at the latest after `FIT_EVERY` steps. A fit
+without a result is repeated after `FIT_FIRST` steps.
 """
 RESOLVE_STEPS = 512
 """Latest steps in which the steps of a thread sample are searched."""
@@ -24,7 +25,7 @@ class EngineBaseline:
     `seen_kinds`: kinds of steps that the engine had before, also on its other threads (see `WarmupTracker`).
     """
 
-    def __init__(self, table: StepTable, seen_kinds: set[int] | None = None) -> None:
+    def __init__(self, table: StepTable, seen_kinds: StepKinds | None = None) -> None:
         self.thread_delays = ThreadDelays()
         self.warmup = WarmupTracker(seen_kinds)
         self._table = table
@@ -46,10 +47,11 @@ class EngineBaseline:
     def get_cost_model(self) -> StepCostModel | None:
         """Returns the cost of a step without prompts; None before it can be estimated.
 
-        The result depends only on the events before this call, so a tape gives the same one.
+        Fits the model again when that is due, and learns prompt costs for `warmup` from the same steps. The
+        result depends only on the events before this call, so a tape gives the same one.
         """
-        last = self._table.last
-        if last >= self._fit_due:
+        added = self._table.added
+        if added >= self._fit_due:
             table = self._table.latest_steps(FIT_OVER)
             delays = sum(
                 self.thread_delays.delays_in_intervals(np.maximum(table[1, 1:], table[2, :-1]), table[2, 1:])
@@ -57,7 +59,8 @@ class EngineBaseline:
             # Where every recent step has prompts, the previous model is the best estimate.
             self._cost_model = cost_model_from_steps(table, delays) or self._cost_model
             self.warmup.learn_prompt_costs(table, self._cost_model)
-            self._fit_due = last + min(last, FIT_EVERY)
+            wait = FIT_FIRST if self._cost_model is None else min(added, FIT_EVERY)
+            self._fit_due = added + wait
         return self._cost_model
 
     def get_model_and_warmup(self) -> tuple[StepCostModel | None, WarmupSteps | None]:

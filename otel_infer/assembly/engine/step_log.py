@@ -15,6 +15,7 @@ from otel_infer.assembly.engine.baseline import EngineBaseline
 from otel_infer.assembly.engine.device_steps import DeviceSteps
 from otel_infer.assembly.engine.step_table import CAPACITY, StepTable
 from otel_infer.assembly.engine.types import PrefillInStep, StepRecord
+from otel_infer.assembly.engine.warmup import StepKinds
 from otel_infer.ringbuffer import events
 
 MAX_UNFINISHED_STEPS = 64
@@ -76,7 +77,7 @@ class EngineStepLog:
     """
 
     def __init__(
-        self, engine: str, pid: int, process: int, find: FindMember, seen_kinds: set[int] | None = None
+        self, engine: str, pid: int, process: int, find: FindMember, seen_kinds: StepKinds | None = None
     ) -> None:
         self.engine, self.pid, self.process = engine, pid, process
         self.table = StepTable()
@@ -133,13 +134,13 @@ class EngineStepLog:
             return None
         counts: dict[int, int] = {}
         if event.delivered:
-            counts = {at: tokens for at, tokens in event.delivered if at < len(members)}
+            counts = {position: tokens for position, tokens in event.delivered if position < len(members)}
             self._record_tokens(event.step, members, prefills, counts)
             self.table.raise_computed_tokens(event.step, sum(counts.values()) + len(members) - len(counts))
         prefilling = 0
         for handle, (positions, _) in prefills.items():
             prefilling += len(positions)
-            completed = len([at for at in positions if counts.get(at, 1) > 0])
+            completed = len([position for position in positions if counts.get(position, 1) > 0])
             if completed:
                 self._complete_prefills(handle, completed, ended_at, event.step)
         self.baseline.record_step_end(ended_at)
@@ -294,16 +295,20 @@ class EngineStepLog:
 def _multi_token_handles(event: events.StepScheduled) -> list[int]:
     """Returns the handle of each joined sequence (at the end of the batch) with several tokens scheduled."""
     joined, before = event.joined, event.size - len(event.joined)
-    return [joined[at - before] for at, tokens in event.tokens if tokens > 1 and before <= at < event.size]
+    return [
+        joined[position - before]
+        for position, tokens in event.tokens
+        if tokens > 1 and before <= position < event.size
+    ]
 
 
 def _find_positions(backwards: list[int], handle: int, sequences: int) -> list[int]:
     """Returns a request's positions, searched from the end: prefills are there, and batches are long."""
     positions: list[int] = []
-    at = -1
+    index = -1
     for _ in range(sequences):
-        at = backwards.index(handle, at + 1)
-        positions.append(len(backwards) - 1 - at)
+        index = backwards.index(handle, index + 1)
+        positions.append(len(backwards) - 1 - index)
     return positions[::-1]
 
 
@@ -319,12 +324,8 @@ class PrefillHistory:
         self._count = 0
         self._frozen: Mapping[int, Sequence[PrefillInStep]] | None = None
 
-    def get_prefills(self, step: int) -> tuple[PrefillInStep, ...]:
-        """Returns the prompts in a step; empty if it had none or is no longer remembered."""
-        return self._by_step.get(step, ())
-
     def freeze(self) -> Mapping[int, Sequence[PrefillInStep]]:
-        """Returns the prompts in each step up to now, as a view that is shared until the next change."""
+        """Returns the prompts in each step that had any, as a view that is shared until the next change."""
         if self._frozen is None:
             self._frozen = MappingProxyType(dict(self._by_step))
         return self._frozen

@@ -14,7 +14,10 @@ _NAN = float("nan")
 
 
 class StepTable:
-    """The steps of one engine, added in order; some may be missing. `last`: number of the latest."""
+    """The steps of one engine, added in order; some may be missing.
+
+    `last`: number of the latest step. `added`: how many steps were added, also those no longer remembered.
+    """
 
     def __init__(self) -> None:
         # The lines of `RequestSteps`, but with the tokens computed for all requests, not delivered to one.
@@ -24,7 +27,7 @@ class StepTable:
         lines = [memoryview(line) for line in self._table]
         self._step, self._started, self._ended, self._computed, self._size, self._prefill = lines
         self._kv: memoryview[float] = kv
-        self.last = 0
+        self.last = self.added = 0
 
     @property
     def oldest(self) -> int:
@@ -40,6 +43,7 @@ class StepTable:
         self._computed[i] = size + (sum([tokens - 1 for _, tokens in token_counts]) if token_counts else 0)
         self._kv[i] = kv_used / kv_total if kv_total else _NAN
         self.last = step
+        self.added += 1
 
     def end_step(self, step: int, at: int) -> None:
         """Records when a step was done."""
@@ -73,8 +77,8 @@ class StepTable:
 
     def computed_tokens(self, steps: Any) -> Any:
         """Returns the tokens computed in each of these steps, for all requests; 0 = no longer remembered."""
-        at = np.asarray(steps) % CAPACITY
-        return np.where(self._table[0, at] == steps, self._table[3, at], 0)
+        columns = np.asarray(steps) % CAPACITY
+        return np.where(self._table[0, columns] == steps, self._table[3, columns], 0)
 
     def ended_at(self, step: int) -> int:
         """Returns when this step was done; 0 = not yet, or no longer remembered."""
@@ -83,8 +87,8 @@ class StepTable:
 
     def end_times(self, steps: Any) -> Any:
         """Returns when each of these steps was done; 0 = not yet, or no longer remembered."""
-        at = np.asarray(steps) % CAPACITY
-        return np.where(self._table[0, at] == steps, self._table[2, at], 0)
+        columns = np.asarray(steps) % CAPACITY
+        return np.where(self._table[0, columns] == steps, self._table[2, columns], 0)
 
     def kv_usage_at(self, step: int) -> float:
         """Returns the KV utilisation when this step was scheduled, 0 to 1; NaN where unknown."""

@@ -54,7 +54,7 @@ class DelayShares(NamedTuple):
 _NO_DELAY = DelayShares(0.0, 0.0, 0.0)
 
 
-def error_margin(typical: Any, spread: Any) -> Any:
+def compute_error_margin(typical: Any, spread: Any) -> Any:
     """Returns the error of the estimate, ns: three times its spread, at least a twentieth of the estimate."""
     return np.maximum(_ERROR_SIGMAS * spread, _MIN_ERROR_SHARE * typical)
 
@@ -265,7 +265,7 @@ def _compute_excess(sample: ThreadSeen, steps: _SampledSteps, cost_model: StepCo
     typical = np.minimum(cost_model.base + cost_model.per_sequence * size, lengths)
     excess = lengths - typical
     # Only steps without prompts count as stalls, because a prompt's time on the device is no lock.
-    stalls = (excess * part)[(excess > error_margin(typical, cost_model.spread)) & plain]
+    stalls = (excess * part)[(excess > compute_error_margin(typical, cost_model.spread)) & plain]
     usual = np.where(plain, typical, lengths) * part
     return _Excess(float((excess * part).sum()), float(stalls.sum()), float(usual.sum()), bool(plain.all()))
 

@@ -59,15 +59,24 @@ class WarmupSteps(NamedTuple):
         return max(length - int(usual + self.max_prompt_cost(tokens)), 0)
 
 
-class WarmupTracker:
-    """Finds the warmup steps of an engine.
+class StepKinds:
+    """The kinds of steps that an engine has had, shared by its step logs on several threads.
 
-    `seen_kinds`: kinds of steps that the engine has had, shared by its step logs on several threads.
+    `batches`, `prompts`: size classes of the batch and of its prompt tokens.
     """
 
-    def __init__(self, seen_kinds: set[int] | None = None) -> None:
-        self._seen_kinds: set[int] = set() if seen_kinds is None else seen_kinds
-        self._early_until = 0 if self._seen_kinds else EARLY_STEPS
+    def __init__(self) -> None:
+        self.batches: set[int] = set()
+        self.prompts: set[int] = set()
+
+
+class WarmupTracker:
+    """Finds the warmup steps of an engine. `seen_kinds`: kinds of steps that it had before."""
+
+    def __init__(self, seen_kinds: StepKinds | None = None) -> None:
+        kinds = StepKinds() if seen_kinds is None else seen_kinds
+        self._seen_batches, self._seen_prompts = kinds.batches, kinds.prompts
+        self._early_until = 0 if self._seen_batches else EARLY_STEPS
         self._steps: frozenset[int] = frozenset()
         self._rates: dict[int, float] = {}
         self._warmup_steps: WarmupSteps | None = None
@@ -75,10 +84,11 @@ class WarmupTracker:
 
     def add_step(self, step: int, size: int, prompt_tokens: int) -> None:
         """Adds a step with `size` sequences and `prompt_tokens` tokens of prompts."""
-        batch, prompts = (size - 1).bit_length(), ~_size_class(prompt_tokens)
-        if batch in self._seen_kinds and prompts in self._seen_kinds and step > self._early_until:
+        batch, prompts = (size - 1).bit_length(), _size_class(prompt_tokens)
+        if batch in self._seen_batches and prompts in self._seen_prompts and step > self._early_until:
             return
-        self._seen_kinds.update((batch, prompts))
+        self._seen_batches.add(batch)
+        self._seen_prompts.add(prompts)
         if self._is_tracking:
             self._steps |= {step}
             self._warmup_steps = None

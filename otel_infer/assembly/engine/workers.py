@@ -98,10 +98,8 @@ class WorkerState:
         `is_new`: it is to be drained for metrics.
         """
         length = max(event.at - event.started_at, 0)
-        execution, engine = (
-            Execution(*event[2:5], length),
-            self._logs.get((event.pid, event.engine, event.ring_number)),
-        )
+        execution = Execution(engine=event.engine, pid=event.pid, rank=event.rank, length_ns=length)
+        engine = self._logs.get((event.pid, event.engine, event.ring_number))
         if engine is not None:
             engine.ranks = max(engine.ranks, event.rank + 1)
         if isinstance(event, events.StepTimed):

@@ -131,7 +131,7 @@ class RequestRecord:
     request's share of all its steps on all devices, ns. `device_idle`: ns without device work by row of
     `steps`; -1 = not timed, None = no device times. `memory_free`: bytes of the device with the least free
     memory at arrival, first token and end; 0 = unknown. `gpu_throttled`: why GPU clocks were throttled
-    meanwhile, and `gpu_throttled_at`: when.
+    meanwhile. `gpu_throttled_at`: when throttled clocks slowed steps.
     """
 
     trace_id: bytes

@@ -18,6 +18,7 @@ from otel_infer.assembly.engine.step_rows import RequestSteps, summarize_steps
 from otel_infer.assembly.records.request import PrefillStep, RequestRecord
 from otel_infer.assembly.requests import device_time
 from otel_infer.assembly.requests.open_request import OUTCOME_BY_REASON, OpenRequest
+from otel_infer.assembly.requests.record_fields import copy_fields
 from otel_infer.assembly.requests.stages import (
     Milestones,
     apply_generation_gaps,
@@ -42,7 +43,7 @@ def build_records(requests: Sequence[OpenRequest]) -> list[RequestRecord]:
     deliveries = collect_steps(requests, records, first_token_times)
     # Each phase runs over all requests, which keeps its code in the processor's instruction cache.
     for record, request in zip(records, requests):
-        _apply_attributes(record, request)
+        copy_fields(record, request)
     for record, request, delivered in zip(records, requests, deliveries):
         _apply_steps(record, request, delivered)
         if len(request.submissions) > 1:
@@ -52,7 +53,7 @@ def build_records(requests: Sequence[OpenRequest]) -> list[RequestRecord]:
     ]
     for record, request, milestones in zip(records, requests, all_milestones):
         _apply_prefill_steps(record, request, milestones)
-        record.interrupted_step = _find_interrupted_step(record, request) if milestones.died else None
+        record.interrupted_step = _find_interrupted_step(record, request) if milestones.is_failed else None
     for record, request, milestones, delivered in zip(records, requests, all_milestones, deliveries):
         _apply_tokens(record, request, milestones, delivered)
         record.stages = build_stages(record, request, milestones)
@@ -71,7 +72,7 @@ def _complete_record(record: RequestRecord, request: OpenRequest, milestones: Mi
         record.last_token_at = milestones.last_token_at
     if request.timed_stages or any(run.log.device is not None for run in request.runs):
         device_time.apply_device_time(record, request)
-    if milestones.died:
+    if milestones.is_failed:
         record.failed_stage = stage_at_end(record, request, milestones)
     if not record.operation and (_reached_engine(record) or not record.name):
         record.operation = semconv.OPERATION_INFERENCE
@@ -111,65 +112,6 @@ def _new_record(request: OpenRequest) -> RequestRecord:
         ring=request.ring,
         handle=request.handle,
     )
-
-
-def _apply_attributes(record: RequestRecord, request: OpenRequest) -> None:
-    """Copies what user code and integrations recorded; the conventions' keys go into fields."""
-    if request.attributes:
-        attributes = dict(request.attributes)
-        record.operation = str(attributes.pop(semconv.OPERATION_NAME, record.operation))
-        record.provider = str(attributes.pop(semconv.PROVIDER_NAME, record.provider))
-        record.model = str(attributes.pop(semconv.REQUEST_MODEL, record.model))
-        record.attributes = attributes
-    record.events, record.links, record.start_ids = request.events, request.links, request.start_ids
-    if request.pauses:
-        record.pauses = tuple(
-            pause for pause in request.pauses if pause.cause not in semconv.EVENT_LOOP_CAUSES
-        )
-        record.loop_pauses = tuple(
-            pause for pause in request.pauses if pause.cause in semconv.EVENT_LOOP_CAUSES
-        )
-    record.marks = request.marks
-    record.is_multi_engine = len(request.runs) > 1 and len({run.log for run in request.runs}) > 1
-    # Steps are identified by number, and each engine counts its own.
-    if request.runs and not record.is_multi_engine:
-        log = request.runs[-1].log
-        thread_delays = log.baseline.thread_delays
-        record.prefills_by_step, record.thread_delays = log.prefill_history.freeze(), thread_delays.freeze()
-        record.cost_model, record.warmup_steps = request.cost_model, request.warmup_steps
-    record.received_at = request.received_at
-    if request.preempted:
-        record.preempted_at = tuple(event.at for event in request.preempted)
-        record.preemptions = len(request.preempted)
-    if request.prefixes:
-        record.prefix_tokens = sum([event.tokens for event in request.prefixes])
-        record.cached_tokens = sum([event.cached for event in request.prefixes])
-        record.cached_input_tokens = _count_cached_input_tokens(request)
-    if request.drafts:
-        record.drafted_tokens = sum([event.drafted for event in request.drafts])
-        record.accepted_tokens = sum([event.accepted for event in request.drafts])
-    record.span_name, record.tracestate = request.span_name, request.tracestate
-    record.telemetry_lost = request.telemetry_lost
-    record.finish_reasons = tuple([event.reason for event in request.finished if event.reason])
-    record.sequences = request.sequences
-    if request.submitted:
-        record.input_tokens, record.max_tokens = request.submitted.input_tokens, request.submitted.max_tokens
-
-
-def _count_cached_input_tokens(request: OpenRequest) -> int:
-    """Returns the prompt tokens that were in the prefix cache when the prompt was first looked up.
-
-    Other sequences of the same prompt find what the first has just cached. The prompt counts once, so only
-    the first lookups count.
-    """
-    looked_up = cached = 0
-    prompt_tokens = request.submitted.input_tokens if request.submitted else 0
-    for event in request.prefixes:
-        if prompt_tokens and looked_up >= prompt_tokens:
-            break
-        looked_up += event.tokens
-        cached += event.cached
-    return min(cached, prompt_tokens) if prompt_tokens else cached
 
 
 # ── steps ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -271,10 +213,12 @@ def _find_interrupted_step(record: RequestRecord, request: OpenRequest) -> Prefi
 def _find_milestones(
     record: RequestRecord, request: OpenRequest, first_at: int, delivered: DeliveredSteps
 ) -> Milestones:
-    died = record.outcome != events.OK
+    is_failed = record.outcome != events.OK
     # A success includes every end, even one that was recorded late.
     in_time = (
-        [event for event in request.finished if event.at <= record.ended_at] if died else request.finished
+        [event for event in request.finished if event.at <= record.ended_at]
+        if is_failed
+        else request.finished
     )
     completed = [event for event in in_time if event.reason not in OUTCOME_BY_REASON]
     reported = _count_finished_tokens(completed, request)
@@ -287,14 +231,14 @@ def _find_milestones(
     if not last_at and finished:
         last_at = min(max(event.at for event in completed), record.ended_at)
     return Milestones(
-        _clip_to_request(record, request.submitted.at) if request.submitted else 0,
-        _clip_to_request(record, request.scheduled_at),
-        first_at,
-        _clip_to_request(record, last_at),
-        _clip_to_request(record, request.response_started_at),
-        finished,
-        died,
-        _count_finished_tokens(in_time, request),
+        submitted_at=_clip_to_request(record, request.submitted.at) if request.submitted else 0,
+        scheduled_at=_clip_to_request(record, request.scheduled_at),
+        first_token_at=first_at,
+        last_token_at=_clip_to_request(record, last_at),
+        response_at=_clip_to_request(record, request.response_started_at),
+        finished=finished,
+        is_failed=is_failed,
+        reported_tokens=_count_finished_tokens(in_time, request),
     )
 
 

@@ -9,8 +9,7 @@ the user's hardware are unknown.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -23,36 +22,13 @@ from otel_infer.assembly.requests.open_request import OpenRequest
 from otel_infer.ringbuffer import events
 
 SHARE_METHOD = "tokens"
-K = TypeVar("K", bound=Hashable)
-
-
-class DeviceTimeShares(NamedTuple):
-    """ns; all fields sum to the span.
-
-    `wasted`: for tokens that no request got (rejected drafts, padding, discarded results). `rounding`: less
-    than one ns per request.
-    """
-
-    by_request: dict[Any, int]
-    wasted: int
-    rounding: int
-
-
-def share_span(span: int, tokens: Mapping[K, int], computed: int) -> DeviceTimeShares:
-    """Divides the span of a step that computed `computed` tokens. `tokens`: delivered tokens by request."""
-    delivered = sum(tokens.values())
-    computed = max(computed, delivered)
-    if not computed:
-        return DeviceTimeShares(dict.fromkeys(tokens, 0), span, 0)
-    by_request = {key: span * count // computed for key, count in tokens.items()}
-    wasted = span * (computed - delivered) // computed
-    return DeviceTimeShares(by_request, wasted, span - sum(by_request.values()) - wasted)
 
 
 def sum_request_share(spans: Any, tokens: Any, computed: Any) -> int:
-    """Returns the share of one request in several steps, ns; the arguments are columns of equal length.
+    """Returns the share of one request in several steps, ns, rounded down in each step.
 
-    The result is the same as from `share_span`, step by step.
+    The arguments are columns of equal length: the device time of a step, the tokens that it delivered to the
+    request, and the tokens that it computed.
     """
     spans, tokens = np.asarray(spans, np.int64), np.asarray(tokens, np.int64)
     return int((spans * tokens // np.maximum(np.maximum(computed, tokens), 1)).sum())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -15,6 +16,8 @@ from otel_infer.assembly.records.process import Mark, Pause
 from otel_infer.assembly.records.request import UserEvent, UserLink
 from otel_infer.config import tenancy
 from otel_infer.ringbuffer import events as ring_events
+
+log = logging.getLogger(__name__)
 
 MAX_STAGES = 256
 """Stages stored per request."""
@@ -135,6 +138,10 @@ class OpenRequest:
             if handler is not None:
                 handler(self, event)
         except Exception:  # an invalid event of one request must not affect the others
+            if type(event) not in _REPORTED_TYPES:
+                _REPORTED_TYPES.add(type(event))
+                name = type(event).__name__
+                log.warning("%s was not applied; further ones are only counted", name, exc_info=True)
             return False
         return True
 
@@ -303,6 +310,9 @@ def _add_out_of_memory(request: OpenRequest, event: ring_events.MemoryRefused) -
     sizes: dict[str, ring_events.Value] = dict(zip(names, (event.wanted, event.limit, event.free)))
     request.events.append(UserEvent(event.at, semconv.EVENT_OUT_OF_MEMORY, sizes))
 
+
+_REPORTED_TYPES: set[type] = set()
+"""Types of events of which an invalid one was logged."""
 
 # One table for all requests. A table of bound methods in each request would form a reference cycle, which
 # only the garbage collector frees.

@@ -24,8 +24,8 @@ NO_INTERVAL: Interval = (0, 0)
 class Milestones(NamedTuple):
     """Instants of a request that is over, none after its end; 0 = not seen.
 
-    `finished`: the engine ended all sequences. `died`: the outcome is not `OK`. `reported_tokens`: from the
-    engine.
+    `finished`: the engine ended all sequences. `is_failed`: the outcome is not `OK`.
+    `reported_tokens`: from the engine.
     """
 
     submitted_at: int
@@ -34,7 +34,7 @@ class Milestones(NamedTuple):
     last_token_at: int
     response_at: int
     finished: bool
-    died: bool
+    is_failed: bool
     reported_tokens: int
 
     @property
@@ -47,16 +47,16 @@ def build_stages(record: RequestRecord, request: OpenRequest, milestones: Milest
     """Returns all stages in the order in which they began. Recorded stages replace derived ones."""
     stages = _recorded_stages(record, request) if request.stages else []
     names = {stage.name for stage in stages}
-    touched = [stage.started_at for stage in stages]
-    touched += [at for at in (milestones.submitted_at, milestones.scheduled_at) if at]
+    later_starts = [stage.started_at for stage in stages]
+    later_starts += [at for at in (milestones.submitted_at, milestones.scheduled_at) if at]
     derived = (
-        (semconv.SPAN_INGRESS, _ingress_interval(record, request, milestones, touched), None),
+        (semconv.SPAN_INGRESS, _ingress_interval(record, request, milestones, later_starts), None),
         (semconv.SPAN_QUEUE, _queue_interval(record, milestones), _queue_attributes),
         (semconv.SPAN_PREFILL, _prefill_interval(record, milestones, names), _prefill_attributes),
         (semconv.SPAN_DECODE, _decode_interval(record, milestones), _decode_attributes),
         (
             semconv.SPAN_POSTPROCESS,
-            _postprocess_interval(record, request, milestones, bool(touched)),
+            _postprocess_interval(record, request, milestones, bool(later_starts)),
             _egress_attributes,
         ),
     )
@@ -108,24 +108,34 @@ def _is_http(record: RequestRecord, request: OpenRequest) -> bool:
 
 
 def _ingress_interval(
-    record: RequestRecord, request: OpenRequest, milestones: Milestones, touched: list[int]
+    record: RequestRecord, request: OpenRequest, milestones: Milestones, later_starts: list[int]
 ) -> Interval:
     if request.early_events_lost or not _is_http(record, request):
         return NO_INTERVAL
-    if touched:
-        return record.arrived_at, min(touched)
+    if later_starts:
+        return record.arrived_at, min(later_starts)
     return (
-        (record.arrived_at, record.ended_at) if milestones.died and not milestones.has_token else NO_INTERVAL
+        (record.arrived_at, record.ended_at)
+        if milestones.is_failed and not milestones.has_token
+        else NO_INTERVAL
     )
 
 
 def _queue_interval(record: RequestRecord, milestones: Milestones) -> Interval:
     if not milestones.submitted_at:
         return NO_INTERVAL
-    died_here = (
-        milestones.died and not record.telemetry_lost and not milestones.has_token and not milestones.finished
-    )
-    return milestones.submitted_at, milestones.scheduled_at or (record.ended_at if died_here else 0)
+    return milestones.submitted_at, milestones.scheduled_at or _end_before_token(record, milestones)
+
+
+def _end_before_token(record: RequestRecord, milestones: Milestones) -> int:
+    """Returns when a request failed that certainly had no token; 0 for other requests."""
+    failed_before = _failed_in_engine(record, milestones) and not milestones.has_token
+    return record.ended_at if failed_before else 0
+
+
+def _failed_in_engine(record: RequestRecord, milestones: Milestones) -> bool:
+    """Returns whether the request certainly failed before the engine had ended it."""
+    return milestones.is_failed and not record.telemetry_lost and not milestones.finished
 
 
 def _queue_attributes(request: OpenRequest, began: int, ended: int) -> Attributes:
@@ -145,10 +155,7 @@ def _prefill_interval(record: RequestRecord, milestones: Milestones, recorded_na
         milestones.reported_tokens or milestones.first_token_at or record.telemetry_lost
     ):
         return milestones.scheduled_at, milestones.last_token_at
-    died_here = (
-        milestones.died and not record.telemetry_lost and not milestones.has_token and not milestones.finished
-    )
-    return milestones.scheduled_at, milestones.first_token_at or (record.ended_at if died_here else 0)
+    return milestones.scheduled_at, milestones.first_token_at or _end_before_token(record, milestones)
 
 
 def _prefill_attributes(request: OpenRequest, began: int, ended: int) -> Attributes:
@@ -183,28 +190,33 @@ def _kv_attribute(key: str, utilization: float) -> Attributes:
 def _decode_interval(record: RequestRecord, milestones: Milestones) -> Interval:
     if not milestones.first_token_at:
         return NO_INTERVAL
-    died_here = milestones.died and not record.telemetry_lost and not milestones.finished
-    return milestones.first_token_at, record.ended_at if died_here else milestones.last_token_at
+    ended_at = record.ended_at if _failed_in_engine(record, milestones) else milestones.last_token_at
+    return milestones.first_token_at, ended_at
 
 
 def _postprocess_interval(
-    record: RequestRecord, request: OpenRequest, milestones: Milestones, is_touched: bool
+    record: RequestRecord, request: OpenRequest, milestones: Milestones, has_other_stages: bool
 ) -> Interval:
     # Nothing was generated.
     if not (milestones.submitted_at or milestones.scheduled_at or milestones.has_token):
         return (
             (milestones.response_at, record.ended_at)
-            if milestones.response_at and is_touched
+            if milestones.response_at and has_other_stages
             else NO_INTERVAL
         )
-    if milestones.died and not milestones.finished:
+    if milestones.is_failed and not milestones.finished:
         return NO_INTERVAL
     ended = request.ended
-    is_seen = (
-        record.chunks or record.status_code or milestones.died or (ended is not None and ended.detokenize_ns)
+    is_observed = (
+        record.chunks
+        or record.status_code
+        or milestones.is_failed
+        or (ended is not None and ended.detokenize_ns)
     )
     return (
-        (milestones.last_token_at, record.ended_at) if milestones.last_token_at and is_seen else NO_INTERVAL
+        (milestones.last_token_at, record.ended_at)
+        if milestones.last_token_at and is_observed
+        else NO_INTERVAL
     )
 
 

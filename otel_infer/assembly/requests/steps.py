@@ -37,14 +37,14 @@ class DeliveredSteps(NamedTuple):
 
 
 class _RunSegment(NamedTuple):
-    """The steps of a run that are still in the step log. Their columns in the common table are `at`..`end`."""
+    """The steps of a run that are still in the step log. Their columns in the common table are `begin`..`end`."""
 
     owner: int
     log: EngineStepLog
     first: int
     last: int
     sequences: int
-    at: int
+    begin: int
     end: int
 
 
@@ -59,7 +59,7 @@ def collect_steps(
         view for segment in segments for view in segment.log.table.get_columns(segment.first, segment.last)
     ]
     table = np.concatenate(columns, axis=1)
-    counts = np.array([segment.end - segment.at for segment in segments])
+    counts = np.array([segment.end - segment.begin for segment in segments])
     seen = _fill_request_columns(table, segments, counts, requests)
     known = _find_known_ends(table, segments, seen, requests)
     owner = np.repeat(np.array([segment.owner for segment in segments]), counts)
@@ -75,15 +75,15 @@ def _split_runs(requests: Sequence[OpenRequest]) -> tuple[list[_RunSegment], lis
     """Returns the segments of all requests, request after request, and the number of evicted steps of each."""
     segments: list[_RunSegment] = []
     evicted = [0] * len(requests)
-    at = 0
+    begin = 0
     for owner, request in enumerate(requests):
-        for log, begin, last, sequences in request.runs:
-            first = max(begin, log.table.oldest)
-            evicted[owner] += min(first, last + 1) - begin
+        for log, began, last, sequences in request.runs:
+            first = max(began, log.table.oldest)
+            evicted[owner] += min(first, last + 1) - began
             if first <= last:
-                end = at + last - first + 1
-                segments.append(_RunSegment(owner, log, first, last, sequences, at, end))
-                at = end
+                end = begin + last - first + 1
+                segments.append(_RunSegment(owner, log, first, last, sequences, begin, end))
+                begin = end
     return segments, evicted
 
 
@@ -95,7 +95,7 @@ def _fill_request_columns(
     token_changes: dict[int, int] = {}
     prefill_changes: dict[int, int] = {}
     steps_with_changes: dict[tuple[int, EngineStepLog], tuple[list[int], list[int]]] = {}
-    for owner, log, first, last, _, at, _ in segments:
+    for owner, log, first, last, _, begin, _ in segments:
         deltas, chunks = requests[owner].token_deltas.get(log, {}), requests[owner].chunks.get(log, {})
         if not (deltas or chunks):
             continue
@@ -103,9 +103,9 @@ def _fill_request_columns(
             steps_with_changes[owner, log] = sorted(deltas), sorted(chunks)
         delta_steps, chunk_steps = steps_with_changes[owner, log]
         for step in _steps_between(delta_steps, first, last):
-            token_changes[at + step - first] = deltas[step]
+            token_changes[begin + step - first] = deltas[step]
         for step in _steps_between(chunk_steps, first, last):
-            prefill_changes[at + step - first] = -chunks[step].tokens
+            prefill_changes[begin + step - first] = -chunks[step].tokens
     for row, changes in (
         (RequestSteps.TOKENS, token_changes),
         (RequestSteps.OTHERS_PREFILL_TOKENS, prefill_changes),
@@ -128,14 +128,14 @@ def _find_known_ends(
 ) -> list[bool]:
     """Returns for each request whether its last observed step with a token is certainly the last one."""
     known = [False] * len(requests)
-    has_rows = np.logical_or.reduceat(seen, [segment.at for segment in segments]).tolist()
+    has_rows = np.logical_or.reduceat(seen, [segment.begin for segment in segments]).tolist()
     for segment, has_row in zip(segments, has_rows):
         request = requests[segment.owner]
         if has_row and not request.steps_lost:
             known[segment.owner] = True
         elif has_row:
             # A later run of the same engine overrides this one.
-            steps = table[RequestSteps.STEP, segment.at : segment.end][seen[segment.at : segment.end]]
+            steps = table[RequestSteps.STEP, segment.begin : segment.end][seen[segment.begin : segment.end]]
             known[segment.owner] = request.is_last(segment.log, int(steps[-1]))
     return known
 

@@ -141,10 +141,10 @@ def _read_inferences(path: Path, request_id: str | None = None, folder: Path | N
 
 
 def _explain_all(data: ExplainInput, worst: int, as_json: bool, latency: ClientLatency | None = None) -> int:
-    from otel_infer.analysis.diagnosis.rules import diagnose
+    from otel_infer.analysis.diagnosis.rules import diagnose_requests
 
     records = data.records
-    diagnosis = diagnose(records, data.complete_since, data.running_since)
+    diagnosis = diagnose_requests(records, data.complete_since, data.running_since)
     slowest = sorted(records, key=lambda record: -record.duration_ns)[: max(worst, 0)]
     if as_json:
         print(json.dumps(_explanation_to_dict(data, diagnosis, slowest, latency)))

@@ -14,7 +14,7 @@ from otel_infer.assembly.engine.types import StepRecord
 from otel_infer.assembly.records.request import RequestRecord
 from otel_infer.cli.report.summary import RecordingContents, count_concurrent, queue_intervals
 from otel_infer.export.spans.tree import request_name
-from otel_infer.ringbuffer.events import ABORTED, ERROR, OK
+from otel_infer.ringbuffer.events import OUTCOME_NAMES
 
 ENGINES, REQUESTS = 1, 2
 """The ids of the two processes in the trace."""
@@ -187,7 +187,7 @@ def _request_slices(record: RequestRecord) -> list[TraceSlice]:
         "trace_id": record.trace_id.hex(),
         "input_tokens": record.input_tokens,
         "output_tokens": record.output_tokens,
-        "outcome": {OK: "ok", ERROR: "error", ABORTED: "aborted"}.get(record.outcome, ""),
+        "outcome": OUTCOME_NAMES.get(record.outcome, ""),
     }
     if record.error_type:
         args["error_type"] = _shorten_text(record.error_type)

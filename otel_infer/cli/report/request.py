@@ -43,7 +43,6 @@ COLUMN_HEADS = (
     "trace", "request", "ended", "#end to end", "#first token", "#longest gap", "#prompt", "#tokens", "top cause",
     "delayed by",
 )  # fmt: skip
-OUTCOMES = {events.OK: "ok", events.ERROR: "error", events.ABORTED: "aborted"}
 
 
 class PageContext(NamedTuple):
@@ -74,7 +73,9 @@ def render_rows(record: RequestRecord, page: PageContext) -> str:
 
 def _render_summary_row(record: RequestRecord, page: PageContext) -> str:
     key = request_anchor(record.span_id)
-    ended = OUTCOMES.get(record.outcome, "") + (f" ({record.error_type})" if record.error_type else "")
+    ended = events.OUTCOME_NAMES.get(record.outcome, "") + (
+        f" ({record.error_type})" if record.error_type else ""
+    )
     missed = page.missed.get(record.span_id, ())
     ended += f", missed {', '.join(missed)}" if missed else ""
     top = record.breakdown.top_cause if record.breakdown is not None else ""

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from otel_infer import semconv
-from otel_infer.analysis.diagnosis.rules import Diagnosis, diagnose
+from otel_infer.analysis.diagnosis.rules import Diagnosis, diagnose_requests
 from otel_infer.assembly.engine.types import StepRecord
 from otel_infer.assembly.records.process import Pause
 from otel_infer.assembly.records.request import Interferer, RequestRecord
@@ -137,7 +137,7 @@ class ReportView(NamedTuple):
 def build_view(recording: RecordingContents) -> ReportView:
     """Builds the view of a tape."""
     began, ended = recording.time_range()
-    diagnosis = diagnose(recording.records, recording.complete_since, recording.running_since)
+    diagnosis = diagnose_requests(recording.records, recording.complete_since, recording.running_since)
     interferers = _rank_interferers(recording.records)
     missed = {
         r.span_id: names

@@ -207,11 +207,6 @@ class MetricsAggregator:
         """
         replace_values(self._number_series, metrics, set_values)
 
-    def add_value(self, metric: semconv.Metric, attributes: Mapping[str, Value], value: float) -> None:
-        """Adds to a counter or an up-down counter."""
-        numbers = self._number_series[metric.name]
-        numbers.add(numbers.make_key(attributes), value)
-
     def collect(self, now_unix_ns: int) -> export.MetricsData:
         """Returns all data points; for delta, those since the last collection."""
         self._inter_token_latency.record_pending()
@@ -311,9 +306,7 @@ class MetricsAggregator:
 
 
 def _source_of_request(record: RequestRecord) -> ExemplarSource | None:
-    """Returns the span of a request in its trace: its request span, or the server span if it reached no
-    engine.
-    """
+    """Returns the request span, or the server span of a request that reached no engine."""
     span_id = record.span_id if record.operation else record.server_span_id or record.span_id
     if not any(record.trace_id) or not any(span_id):
         return None

@@ -61,9 +61,9 @@ class NumberSeries:
         self._values[self._limit_key(key)] = value
 
     def set_for_attributes(self, attributes: Mapping[str, Value], value: float) -> Key:
-        """Sets the value for these attributes, and returns their key."""
-        key = self.make_key(attributes)
-        self.set(key, value)
+        """Sets the value for these attributes, and returns the key of the series that holds it."""
+        key = self._limit_key(self.make_key(attributes))
+        self._values[key] = value
         return key
 
     def add(self, key: Key, value: float) -> None:

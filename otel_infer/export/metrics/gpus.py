@@ -73,11 +73,17 @@ def set_memory_metrics(reports: Iterable[tuple[int, MemorySeen]], set_value: Set
     """Sets the memory that processes (by pid) reported for their devices."""
     for pid, report in reports:
         _, uuid, allocated, reserved, active, split, free, total, pools, pinned = report
-        values = {"allocated": allocated, "reserved": reserved, "active": active, "inactive_split": split}
+        values = {
+            semconv.MEMORY_KIND_ALLOCATED: allocated,
+            semconv.MEMORY_KIND_RESERVED: reserved,
+            semconv.MEMORY_KIND_ACTIVE: active,
+            semconv.MEMORY_KIND_INACTIVE_SPLIT: split,
+        }
         if total:
-            values |= {"free": free, "outside": max(total - free - reserved, 0)}
+            values[semconv.MEMORY_KIND_FREE] = free
+            values[semconv.MEMORY_KIND_OUTSIDE] = max(total - free - reserved, 0)
         if pools >= 0:
-            values["private_pools"] = pools
+            values[semconv.MEMORY_KIND_PRIVATE_POOLS] = pools
         if pinned >= 0:
             set_value(semconv.PINNED_MEMORY, {semconv.PROCESS_PID: pid}, pinned)
         for kind, value in values.items():

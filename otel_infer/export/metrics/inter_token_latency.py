@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from otel_infer.assembly.engine.step_rows import compute_token_gaps
+from otel_infer.assembly.engine.step_rows import RequestSteps, compute_token_gaps
 from otel_infer.assembly.records.request import RequestRecord
 from otel_infer.export.metrics.histograms import ExemplarSource, HistogramSeries, Key
 
@@ -22,6 +22,7 @@ class _PendingRequests(NamedTuple):
     """Requests whose gaps are not counted yet, and the exemplar source of each."""
 
     records: list[RequestRecord]
+    tables: list[RequestSteps]
     sources: list[ExemplarSource | None]
 
 
@@ -34,9 +35,11 @@ class InterTokenLatency:
         self._gap_count = 0
 
     def add_request(self, key: Key, record: RequestRecord, source: ExemplarSource | None) -> None:
-        """Adds the gaps of one request, for the series with this key."""
-        waiting = self._pending.setdefault(key, _PendingRequests([], []))
+        """Adds the gaps of one request with steps, for the series with this key."""
+        assert record.steps is not None
+        waiting = self._pending.setdefault(key, _PendingRequests([], [], []))
         waiting.records.append(record)
+        waiting.tables.append(record.steps)
         waiting.sources.append(source)
         self._gap_count += record.summary.gaps
         if self._gap_count >= GAPS_PER_FLUSH or len(waiting.records) == MAX_REQUESTS:
@@ -44,11 +47,8 @@ class InterTokenLatency:
 
     def record_pending(self) -> None:
         """Counts the gaps of all pending requests."""
-        for key, (records, sources) in self._pending.items():
-            gaps, owners = compute_token_gaps(
-                [record.steps for record in records if record.steps is not None],
-                [record.telemetry_lost for record in records],
-            )
+        for key, (records, tables, sources) in self._pending.items():
+            gaps, owners = compute_token_gaps(tables, [record.telemetry_lost for record in records])
             # The low bits hold the request of a gap, so that one sort of integers orders both.
             ordered = np.sort(np.minimum(gaps, _MAX_NS) << _REQUEST_BITS | owners)
             values = (ordered >> _REQUEST_BITS) / 1e9

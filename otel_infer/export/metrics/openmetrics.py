@@ -1,6 +1,6 @@
-"""Renders collected metrics as text for a scraper: OpenMetrics 1.0 with exemplars, or Prometheus' older
-format without.
+"""Renders collected metrics as text for a scraper.
 
+The format is OpenMetrics 1.0 with exemplars, or the older one of Prometheus without.
 Prometheus gives the same names and labels to these metrics over OTLP (`semconv.prometheus`). The scraper adds
 `job` and `instance`. Other resource attributes are on `target_info`, as over OTLP. Sums are cumulative and
 buckets explicit.

@@ -1,6 +1,6 @@
-"""Serves `GET /metrics` for Prometheus: the current metrics, with exemplars for clients that accept
-OpenMetrics.
+"""Serves the current metrics at `GET /metrics` for Prometheus.
 
+Clients that accept OpenMetrics also get exemplars.
 Only one thread counts metrics. So a scrape leaves a request, which that thread answers in its next cycle,
 after at most 0.2 s.
 """

@@ -1,5 +1,6 @@
-"""Counts the usage of finished requests: tokens, cached prompt tokens, draft tokens; and their objectives and
-causes.
+"""Counts the tokens, objectives and causes of finished requests.
+
+Tokens include cached prompt tokens and draft tokens.
 """
 
 from __future__ import annotations

@@ -31,8 +31,9 @@ PROCESS_METRICS = (semconv.ENGINE_WAITING, semconv.SELF_HOOKS)
 
 
 def set_process_metrics(processes: ProcessState, set_value: SetValue) -> None:
-    """Sets the waiting requests of engines by reason, and the active and missing hooks of integrations, over
-    all processes.
+    """Sets the waiting requests of engines by reason, and the hooks of integrations by state.
+
+    Both are sums over all processes.
     """
     for reason, count in processes.count_waiting().items():
         set_value(semconv.ENGINE_WAITING, {semconv.WAIT_REASON: reason}, count)

@@ -79,12 +79,15 @@ class MetricsSender(threading.Thread):
             return self._condition.wait_for(lambda: self.is_idle, timeout) and not self._has_refused
 
     def close(self, timeout: float) -> None:
-        """Sends the rest for at most `timeout` s, then stops the thread."""
+        """Sends the rest for at most `timeout` s, then discards it and stops the thread."""
         if not self.wait(timeout):
             log.warning("the last metrics were not sent within %.0f s", timeout)
         with self._condition:
+            self._pending.clear()
             self._closing = True
             self._condition.notify_all()
+        self._exporter.shutdown()  # stops a pending retry, and closes the connection
+        self.join(1.0)
 
 
 def make_metric_exporter(protocol: str) -> export.MetricExporter:

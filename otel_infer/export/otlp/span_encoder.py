@@ -115,9 +115,9 @@ def encode_string(number: int, text: str) -> bytes:
     return _encode_bytes(number, _encode_utf8(text))
 
 
-def encode_number(tag: int, value: int) -> bytes:
+def encode_number(number: int, value: int) -> bytes:
     """Returns a varint field; empty bytes for 0."""
-    return encode_varint(tag << 3) + encode_varint(value) if value else b""
+    return encode_varint(number << 3) + encode_varint(value) if value else b""
 
 
 def _encode_bytes(number: int, payload: bytes) -> bytes:
@@ -244,9 +244,7 @@ def encode_span(span: Span) -> bytes:
 
 
 def _encode_without_layout(span: Span) -> bytes:
-    """Returns the fields that a layout would contain, for a span without one: ids, name, instants and
-    durations.
-    """
+    """Returns the ids, name, instants and durations of a span without a layout."""
     trace_id, span_id, parent, name, kind, start, end = span[:7]
     ids = (
         _encode_bytes(1, trace_id)

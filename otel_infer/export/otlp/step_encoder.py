@@ -68,10 +68,9 @@ def _mix_bits(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def derive_step_span_ids(request_span_id: Bytes, step: Ints) -> Bytes:
-    """Returns span ids (n, 8), derived from the request's span id and the step, so that a resend carries the
-    same ids.
+    """Returns span ids (n, 8), derived from the request's span id and the step.
 
-    The ids of a request's steps differ from each other. They are the same on every machine, and never zero.
+    A resend carries the same ids. The ids of a request's steps differ from each other. They are the same on every machine, and never zero.
     """
     return _derive_step_ids(_hash_request_ids(request_span_id), step).view(np.uint8).reshape(-1, 8)
 
@@ -225,8 +224,9 @@ class StepEncoder:
 def _repeat_per_owner(
     template: bytes, holes: np.dtype[Any], owners: StepOwners, counts: npt.NDArray[np.intp]
 ) -> Rows:
-    """Returns `counts` rows per owner with their shared fields set, which is cheaper than to fill these as
-    columns.
+    """Returns `counts` rows per owner with their shared fields set.
+
+    That is cheaper than to fill these fields as columns.
     """
     owner_rows = np.frombuffer(bytearray(template) * len(counts), holes)
     owner_rows["trace_id"], owner_rows["parent_span_id"] = owners.trace_id, owners.parent_span_id

@@ -32,9 +32,9 @@ _REASON_BY_ERROR: tuple[tuple[type[BaseException], str], ...] = (
 
 
 class SendResult(NamedTuple):
-    """The spans of a batch that the receiver accepted and rejected, and the reason for a rejection or a
-    warning.
+    """The spans of a batch that the receiver accepted and rejected, and its reason.
 
+    `reason`: of a rejection or a warning; None without either.
     The text before the first colon of `reason` is one of a few dozen ("connection refused", "HTTP 401",
     "DEADLINE_EXCEEDED", "partial success"). The rest, if any, is the receiver's own message, cut short.
     """
@@ -59,10 +59,9 @@ class Transport(Protocol):
 
 
 def make_transport(protocol: str, compression: str = "") -> Transport:
-    """Returns a transport for `http/protobuf` or `grpc`, configured by the environment like the SDK's
-    exporter.
+    """Returns a transport for `http/protobuf` or `grpc`.
 
-    `compression`: the configured `none`, `gzip` or `deflate`; any other value is gzip, at level 1 over HTTP.
+    The environment configures it like the SDK's exporter. `compression`: the configured `none`, `gzip` or `deflate`; any other value is gzip, at level 1 over HTTP.
     Raises ValueError for another protocol, ImportError if its exporter is not installed, and
     `IncompatibleSdk`.
     """

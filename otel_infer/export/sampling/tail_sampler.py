@@ -16,7 +16,8 @@ from otel_infer import semconv
 from otel_infer.assembly.records.request import RequestRecord
 from otel_infer.config import slo
 from otel_infer.config.slo import Objectives
-from otel_infer.export.sampling.slow_requests import SlowRequestDetector
+from otel_infer.export.sampling.slow_detector import SlowRequestDetector, find_size_class
+from otel_infer.export.sampling.token_bucket import TokenBucket
 from otel_infer.ringbuffer import events
 
 MAX_STEPS_PER_TRACE = 1000
@@ -37,15 +38,6 @@ A request that it delayed may still end and name it.
 MAX_INTERFERERS = 4096
 BASELINE_INTERVAL_NS = 10_000_000_000
 """Without budget for ordinary requests, one request of each size is exported this often, as a baseline."""
-
-PRIORITY_REASONS = (
-    semconv.KEEP_REASON_ERROR,
-    semconv.KEEP_REASON_ABORTED,
-    semconv.KEEP_REASON_PREEMPTED,
-    semconv.KEEP_REASON_SLO,
-    semconv.KEEP_REASON_SLOW,
-)
-"""Keep reasons that a user may ask about. The request that delayed such a request most is exported too."""
 
 
 class Decision(NamedTuple):
@@ -91,8 +83,7 @@ class TailSampler:
     ) -> None:
         self._mode, self._budget, self._keep_unsampled, self._ratio = mode, budget, keep_unsampled, ratio
         self._objectives, self._slow_detector = objectives or Objectives(), SlowRequestDetector(slow_share)
-        self._budget_left = float(budget * BURST_SECONDS)
-        self._refilled_at = 0
+        self._bucket = TokenBucket(budget * BURST_SECONDS)
         self._steps_by_trace: OrderedDict[bytes, int] = OrderedDict()
         self._held_requests: OrderedDict[bytes, SampledRequest] = OrderedDict()
         self._pending_interferers: OrderedDict[bytes, int] = OrderedDict()
@@ -101,8 +92,9 @@ class TailSampler:
         self.share = 1.0
 
     def is_exported(self, record: RequestRecord) -> bool:
-        """Returns whether request and stage spans are exported, as the caller's context or the configuration
-        decides.
+        """Returns whether request and stage spans are exported.
+
+        The caller's context decides, or the configuration.
         """
         return not record.redundant and self._is_sampled(record)
 
@@ -110,8 +102,9 @@ class TailSampler:
         return record.sampled or self._keep_unsampled
 
     def add(self, record: RequestRecord) -> list[SampledRequest]:
-        """Returns the requests whose decisions are final now: this one, unless it is held, and a held one
-        that it names.
+        """Decides about a request, and returns the requests whose decisions are final now.
+
+        They are this one, unless it is held, and a held one that it names.
         """
         decision = self.make_decision(record)
         final = [SampledRequest(record, decision)]
@@ -125,7 +118,7 @@ class TailSampler:
             final = [previous] if previous is not None else []
             self._held_requests[record.span_id] = SampledRequest(_detach_steps(record), decision)
         interferer = record.breakdown.interferer if record.breakdown is not None else None
-        if interferer is not None and decision.reason in PRIORITY_REASONS:
+        if interferer is not None and decision.reason in semconv.PRIORITY_REASONS:
             final += self._sample_interferer(interferer.span_id, record.ended_at)
         return self._count_dropped(final)
 
@@ -165,19 +158,19 @@ class TailSampler:
                 0,
                 semconv.KEEP_REASON_NONE if self._is_sampled(record) else semconv.KEEP_REASON_UNSAMPLED,
             )
-        urgent = self._find_priority_reason(record, missed, is_slow)
+        priority_reason = self._find_priority_reason(record, missed, is_slow)
         if self._mode == "off":
             return Decision(True, 0, semconv.KEEP_REASON_NONE)
-        if self._mode == "all" and not urgent and _trace_to_fraction(record) >= self.share:
+        if self._mode == "all" and not priority_reason and _trace_to_fraction(record) >= self.share:
             return Decision(True, 0, semconv.KEEP_REASON_NONE)
         if self._mode == "all":
             return Decision(
                 True,
                 _count_decode_steps(record),
-                urgent or semconv.KEEP_REASON_ALL,
+                priority_reason or semconv.KEEP_REASON_ALL,
                 _count_prefill_chunks(record) > 0,
             )
-        return self._grant_steps(record, urgent)
+        return self._grant_steps(record, priority_reason)
 
     def _find_priority_reason(self, record: RequestRecord, missed: tuple[str, ...], is_slow: bool) -> str:
         """Returns the reason to export a request's steps with priority; empty for an ordinary request."""
@@ -193,24 +186,26 @@ class TailSampler:
             return semconv.KEEP_REASON_SLOW
         return semconv.KEEP_REASON_INTERFERER if record.span_id in self._pending_interferers else ""
 
-    def _grant_steps(self, record: RequestRecord, urgent: str) -> Decision:
+    def _grant_steps(self, record: RequestRecord, priority_reason: str) -> Decision:
         chunks, steps = _count_prefill_chunks(record), _count_decode_steps(record)
         used = self._steps_by_trace.get(record.trace_id, 0)
         self._refill_budget(record.ended_at)
-        if not urgent and self._budget_for_reason("") < steps and self._claim_baseline(record):
-            urgent = semconv.KEEP_REASON_BASELINE
-        room = max(min(MAX_STEPS_PER_TRACE - used, self._budget_for_reason(urgent)), 0)
+        if not priority_reason and self._budget_for_reason("") < steps and self._claim_baseline(record):
+            priority_reason = semconv.KEEP_REASON_BASELINE
+        room = max(min(MAX_STEPS_PER_TRACE - used, self._budget_for_reason(priority_reason)), 0)
         with_chunks = 0 < chunks <= room
         granted = min(steps, room - chunks * with_chunks)
         spent = granted + chunks * with_chunks
         self._spend_budget(record.trace_id, used, spent)
-        reason = urgent or (semconv.KEEP_REASON_SAMPLED if self._ratio else semconv.KEEP_REASON_BUDGET)
+        reason = priority_reason or (
+            semconv.KEEP_REASON_SAMPLED if self._ratio else semconv.KEEP_REASON_BUDGET
+        )
         if spent == 0 and chunks + steps > 0:
-            reason = urgent or semconv.KEEP_REASON_NONE
+            reason = priority_reason or semconv.KEEP_REASON_NONE
         return Decision(True, granted, reason, with_chunks)
 
     def _claim_baseline(self, record: RequestRecord) -> bool:
-        size = record.input_tokens.bit_length(), record.output_tokens.bit_length()
+        size = find_size_class(record)
         last = self._baseline_at.get(size)
         if last is not None and record.ended_at - last < BASELINE_INTERVAL_NS:
             return False
@@ -218,8 +213,9 @@ class TailSampler:
         return True
 
     def _sample_interferer(self, span_id: bytes, at: int) -> list[SampledRequest]:
-        """Marks the request that delayed another, which ended at `at`: its steps are exported now, or when it
-        ends.
+        """Marks the request that delayed another, which ended at `at`.
+
+        Its steps are exported now if it is held, else when it ends.
         """
         held = self._held_requests.pop(span_id, None)
         if held is None:
@@ -239,10 +235,8 @@ class TailSampler:
 
     def _refill_budget(self, at: int) -> None:
         """Adds the budget of the time since the last refill."""
-        if self._refilled_at:
-            refill = max(at - self._refilled_at, 0) * self._budget * self.share / 1e9
-            self._budget_left = min(self._budget * self.share * BURST_SECONDS, self._budget_left + refill)
-        self._refilled_at = max(at, self._refilled_at)
+        per_second = self._budget * self.share
+        self._bucket.refill(at, per_second, per_second * BURST_SECONDS)
 
     def _budget_for_reason(self, reason: str) -> int:
         """Returns how many step spans the budget has for this reason.
@@ -252,10 +246,10 @@ class TailSampler:
         reserved = {"": RESERVED_SHARE + BASELINE_SHARE, semconv.KEEP_REASON_BASELINE: RESERVED_SHARE}.get(
             reason, 0.0
         )
-        return int(self._budget_left - self._budget * self.share * BURST_SECONDS * reserved)
+        return int(self._bucket.tokens - self._budget * self.share * BURST_SECONDS * reserved)
 
     def _spend_budget(self, trace_id: bytes, used: int, spent: int) -> None:
-        self._budget_left -= spent
+        self._bucket.tokens -= spent
         self._steps_by_trace[trace_id] = used + spent
         self._steps_by_trace.move_to_end(trace_id)
         while len(self._steps_by_trace) > MAX_TRACES:
@@ -270,8 +264,9 @@ def _count_decode_steps(record: RequestRecord) -> int:
 
 
 def _count_prefill_chunks(record: RequestRecord) -> int:
-    """Returns how many chunks of the prompt could be spans; 0 for a single chunk, which is the prefill
-    itself.
+    """Returns how many chunks of the prompt could be spans.
+
+    A single chunk is the prefill itself, so it counts as 0.
     """
     return len(record.prefill_steps) if len(record.prefill_steps) > 1 else 0
 
@@ -333,8 +328,9 @@ def _trace_to_fraction(record: RequestRecord) -> float:
 
 
 def _detach_steps(record: RequestRecord) -> RequestRecord:
-    """Copies the steps of a held request, because they are a view that keeps the table of many requests
-    alive.
+    """Copies the steps of a held request.
+
+    They are a view that keeps the table of many requests alive.
     """
     if record.steps is not None:
         record.steps = record.steps.copy()

@@ -257,22 +257,31 @@ class OtlpSpanExporter:
     def _encode_steps(self) -> None:
         if not self._row_count:
             return
-        counts = [len(rows) for rows in self._pending_rows]
-        owner = np.arange(len(self._pending_rows), dtype=np.uint32).repeat(counts)
-        offset = np.array(self._offsets).repeat(counts)
-        step, start, end, tokens, size, prefill = np.concatenate(
-            [rows.table for rows in self._pending_rows], axis=1
-        )
-        trace, parent, request = (np.frombuffer(b"".join(c), np.uint8) for c in zip(*self._owners))
-        owners = otlp.StepOwners(trace.reshape(-1, 16), parent.reshape(-1, 8), request.reshape(-1, 8))
-        device = np.zeros(len(owner), np.int64)
-        if any(rows.device is not None for rows in self._pending_rows):
-            device = np.concatenate([_device_or_zeros(rows) for rows in self._pending_rows])
-        encoded, count = self._step_encoder.encode_steps(
-            otlp.StepColumns(owner, start + offset, end + offset, step, size, tokens, prefill, device), owners
-        )
+        tables, owners, offsets, number = self._pending_rows, self._owners, self._offsets, self._row_count
         self._pending_rows, self._owners, self._offsets, self._row_count = [], [], [], 0
+        try:
+            encoded, count = self._encode_rows(tables, owners, offsets)
+        except Exception:  # the rows of one request must not stop later ones
+            log.exception("%d decode steps were not encoded", number)
+            self._sender.lost[LOST_UNENCODED] += number
+            return
         self._add_part(encoded, count)
+
+    def _encode_rows(
+        self, tables: list[RequestSteps], owners: list[tuple[bytes, bytes, bytes]], offsets: list[int]
+    ) -> tuple[otlp.Encoded, int]:
+        """Returns the encoded decode steps of these tables, and their number."""
+        counts = [len(rows) for rows in tables]
+        owner = np.arange(len(tables), dtype=np.uint32).repeat(counts)
+        offset = np.array(offsets).repeat(counts)
+        step, start, end, tokens, size, prefill = np.concatenate([rows.table for rows in tables], axis=1)
+        trace, parent, request = (np.frombuffer(b"".join(ids), np.uint8) for ids in zip(*owners))
+        step_owners = otlp.StepOwners(trace.reshape(-1, 16), parent.reshape(-1, 8), request.reshape(-1, 8))
+        device = np.zeros(len(owner), np.int64)
+        if any(rows.device is not None for rows in tables):
+            device = np.concatenate([_device_or_zeros(rows) for rows in tables])
+        columns = otlp.StepColumns(owner, start + offset, end + offset, step, size, tokens, prefill, device)
+        return self._step_encoder.encode_steps(columns, step_owners)
 
 
 def count_repeats(numbers: Any) -> Any:

@@ -15,20 +15,18 @@ from typing import Any
 from otel_infer import semconv
 from otel_infer.monitoring.alerts.cause_alerts import CAUSE_ALERTS, WATCHDOG, CauseAlert
 from otel_infer.monitoring.alerts.slo_spec import (
-    DEMO_WINDOWS,
     ERRORS,
     OBJECTIVE_METRICS,
     BurnRateWindow,
     SloObjective,
     SloSpec,
 )
-from otel_infer.monitoring.dashboards.dashboard import UID_PREFIX
+from otel_infer.monitoring.names import ALERT_PREFIX, UID_PREFIX
 from otel_infer.monitoring.promql import PromqlBuilder, label_not_matches, ratio_or_absent, ratio_or_zero
 from otel_infer.semconv import prometheus
 
 Rule = dict[str, Any]
 
-ALERT_PREFIX = "OtelInfer"
 KEEP_FIRING = "5m"
 """How long an alert keeps firing after its condition ended, so that it does not flap."""
 DEMO_SPEEDUP = 20
@@ -58,21 +56,21 @@ def build_rule_groups(spec: SloSpec) -> dict[str, Any]:
             {"name": "otel-infer-budgets", "interval": "1m", "rules": _build_stage_budget_rules(spec.budgets)}
         )
     causes = [
-        _build_cause_alert(_shorten_for_demo(cause) if spec.windows is DEMO_WINDOWS else cause, spec)
+        _build_cause_alert(_shorten_for_demo(cause) if spec.is_demo else cause, spec)
         for cause in CAUSE_ALERTS
     ]
     groups.append(
         {
             "name": "otel-infer-causes",
             "interval": _evaluation_interval(spec),
-            "rules": [*causes, _build_watchdog(spec)],
+            "rules": [*causes, _build_watchdog()],
         }
     )
     return {"groups": groups}
 
 
 def _evaluation_interval(spec: SloSpec) -> str:
-    return "2s" if spec.windows is DEMO_WINDOWS else f"{EVALUATION_INTERVAL_S}s"
+    return "2s" if spec.is_demo else f"{EVALUATION_INTERVAL_S}s"
 
 
 def missed_ratio_query(objective: SloObjective, window: str) -> str:
@@ -95,8 +93,9 @@ def _objective_promql(objective: SloObjective, window: str) -> PromqlBuilder:
 
 
 def _bucket_matcher(bound: float) -> str:
-    """Returns a matcher for the bucket with this bound; a whole number is `1` over OTLP and `1.0` in a
-    scrape.
+    """Returns a matcher for the bucket with this bound.
+
+    A whole number is `1` over OTLP and `1.0` in a scrape.
     """
     return f'le=~"{bound:.0f}([.]0)?"' if bound == int(bound) else f'le="{bound!r}"'
 
@@ -210,13 +209,13 @@ def _build_alert(
         rule["for"] = pending_period
     return {
         **rule,
-        "keep_firing_for": _shorten_duration(KEEP_FIRING) if spec.windows is DEMO_WINDOWS else KEEP_FIRING,
+        "keep_firing_for": _shorten_duration(KEEP_FIRING) if spec.is_demo else KEEP_FIRING,
         "labels": dict(labels),
         "annotations": {**annotations, **links},
     }
 
 
-def _build_watchdog(spec: SloSpec) -> Rule:
+def _build_watchdog() -> Rule:
     annotations = {
         "summary": "alert delivery works",
         "description": "Always firing. If its notifications stop, alerts do not reach their receivers.",

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from otel_infer import semconv
+from otel_infer.monitoring.names import PRESENCE_SERIES
 from otel_infer.monitoring.promql import (
     PromqlBuilder,
     label_equals,
@@ -55,14 +56,6 @@ _BY_MODEL = (*BY_JOB, semconv.REQUEST_MODEL)
 _BY_OPERATION = (*BY_JOB, semconv.OPERATION_NAME, semconv.REQUEST_MODEL)
 _BY_INSTANCE = (*BY_JOB, "instance")
 _BY_GPU = (*BY_JOB, semconv.HW_ID)
-
-_PRESENCE_SERIES = prometheus.series_names(semconv.SELF_MEMORY)[0]
-"""A series that every running sidecar exports."""
-
-_SYMPTOM_PEAK_LOAD = "explodes at peak hours"
-_SYMPTOM_STALLS = "starts, then freezes or stutters"
-_SYMPTOM_SLOW_TTFT = "nothing for a while, then fast"
-_SYMPTOM_INTERFERENCE = "big customers slow down small ones"
 
 
 def _preemption_rate(promql: PromqlBuilder) -> str:
@@ -118,14 +111,12 @@ def _cold_paths_query() -> str:
 
 
 def _server_gone_query() -> str:
-    return f"count by (job) ({_PRESENCE_SERIES} offset 10m) unless count by (job) ({_PRESENCE_SERIES})"
+    return f"count by (job) ({PRESENCE_SERIES} offset 10m) unless count by (job) ({PRESENCE_SERIES})"
 
 
 def _no_traffic_query() -> str:
     # After a restart without requests the series does not exist yet, so it counts as 0.
-    now = (
-        f"({_OVER_10M.rate(semconv.REQUEST_DURATION, by=BY_JOB)} or 0 * count by (job) ({_PRESENCE_SERIES}))"
-    )
+    now = f"({_OVER_10M.rate(semconv.REQUEST_DURATION, by=BY_JOB)} or 0 * count by (job) ({PRESENCE_SERIES}))"
     before = f"sum by (job) (rate({_OVER_10M.select_series(semconv.REQUEST_DURATION, series=prometheus.COUNT)}[1h] offset 10m))"
     return f"{now} == 0 and {before} > 0.1"
 
@@ -138,7 +129,7 @@ CAUSE_ALERTS: Sequence[CauseAlert] = (
         "5m",
         "{{ $value | humanize }} requests are queued on {{ $labels.job }}, and the queue grows",
         "Requests arrive faster than they are served.",
-        _SYMPTOM_PEAK_LOAD,
+        semconv.COMPLAINTS[semconv.SYMPTOM_PEAK],
         "Shed or spread load, or add a replica. Scale on this queue instead of GPU utilisation.",
         "overview",
     ),
@@ -149,7 +140,7 @@ CAUSE_ALERTS: Sequence[CauseAlert] = (
         "10m",
         "{{ $value | humanizePercentage }} of TTFT on {{ $labels.job }} {{ $labels.gen_ai_request_model }} is queue time",
         "Most of the time to first token is spent in the queue.",
-        "fine locally, bad in production",
+        semconv.COMPLAINTS[semconv.SYMPTOM_QUEUEING],
         "Use a larger batch or KV cache, limit concurrency in front of the server, or add a replica.",
         "latency-breakdown",
     ),
@@ -160,7 +151,7 @@ CAUSE_ALERTS: Sequence[CauseAlert] = (
         "5m",
         "the KV cache of {{ $labels.job }} is {{ $value | humanizePercentage }} full, and requests are preempted",
         "A full KV cache alone is normal under load. With preemptions, requests are computed twice.",
-        _SYMPTOM_STALLS,
+        semconv.COMPLAINTS[semconv.SYMPTOM_STUTTER],
         "Allow fewer sequences per batch or shorter outputs, give the cache more memory, or add a replica.",
         "memory",
     ),
@@ -171,7 +162,7 @@ CAUSE_ALERTS: Sequence[CauseAlert] = (
         "5m",
         "{{ $value | humanizePercentage }} preemptions per request on {{ $labels.job }}",
         "Running sequences are preempted repeatedly, to free KV blocks.",
-        _SYMPTOM_STALLS,
+        semconv.COMPLAINTS[semconv.SYMPTOM_STUTTER],
         "Lower the maximum number of sequences per batch until it stops. Then add KV cache.",
         "memory",
     ),
@@ -193,7 +184,7 @@ CAUSE_ALERTS: Sequence[CauseAlert] = (
         "10m",
         "{{ $value | humanizePercentage }} of the time of requests for {{ $labels.gen_ai_request_model }} goes to prompts of other requests",
         "The prefill of long prompts delays the tokens of all other requests.",
-        _SYMPTOM_INTERFERENCE,
+        semconv.COMPLAINTS[semconv.SYMPTOM_HEAD_OF_LINE_BLOCKING],
         "Use chunked prefill with fewer tokens per step, or serve long prompts on separate replicas.",
         "decode",
     ),
@@ -204,7 +195,7 @@ CAUSE_ALERTS: Sequence[CauseAlert] = (
         "5m",
         "p99 of decode steps of {{ $labels.job }} {{ $labels.instance }} is {{ $value | humanizeDuration }}, over 10 times the median",
         "Steps without prompts are interrupted.",
-        _SYMPTOM_STALLS,
+        semconv.COMPLAINTS[semconv.SYMPTOM_STUTTER],
         "Compare with the pauses: garbage collection, CPU quota, graph capture, a lock.",
         "decode",
     ),
@@ -215,7 +206,7 @@ CAUSE_ALERTS: Sequence[CauseAlert] = (
         "15m",
         "the GPU of {{ $labels.job }} {{ $labels.instance }} is idle between steps for {{ $value | humanizePercentage }} of the time",
         "Requests wait while the device is idle between steps, so the host is the bottleneck.",
-        _SYMPTOM_STALLS,
+        semconv.COMPLAINTS[semconv.SYMPTOM_STUTTER],
         "Use CUDA graphs and asynchronous scheduling, and move work off the engine's thread. A faster GPU comes last.",
         "gpu",
     ),
@@ -226,14 +217,14 @@ CAUSE_ALERTS: Sequence[CauseAlert] = (
         "0s",
         "{{ $labels.job }} compiled code or captured graphs while it served requests",
         "A shape or code path was used for the first time under traffic.",
-        _SYMPTOM_SLOW_TTFT,
+        semconv.COMPLAINTS[semconv.SYMPTOM_PREFILL],
         "Warm up with the shapes of real traffic before the server reports that it is ready.",
         "decode",
     ),
     CauseAlert(
         "OutOfDeviceMemory",
         PAGE,
-        _OVER_10M.count_occurrences(semconv.MARKS, label_equals(semconv.MARK_NAME, "allocator_oom"), by=BY_JOB),
+        _OVER_10M.count_occurrences(semconv.MARKS, label_equals(semconv.MARK_NAME, semconv.MARK_ALLOCATOR_OOM), by=BY_JOB),
         "0s",
         "{{ $labels.job }} ran out of device memory",
         "A request needed more device memory than was available, and failed.",
@@ -244,11 +235,11 @@ CAUSE_ALERTS: Sequence[CauseAlert] = (
     CauseAlert(
         "DeviceMemoryShort",
         TICKET,
-        _OVER_5M.count_occurrences(semconv.MARKS, label_equals(semconv.MARK_NAME, "allocator_retry"), by=BY_JOB),
+        _OVER_5M.count_occurrences(semconv.MARKS, label_equals(semconv.MARK_NAME, semconv.MARK_ALLOCATOR_RETRY), by=BY_JOB),
         "5m",
         "the allocator of {{ $labels.job }} frees its cache and retries",
         "Torch's allocator found no free block of sufficient size. Freeing its cache stops the device.",
-        _SYMPTOM_STALLS,
+        semconv.COMPLAINTS[semconv.SYMPTOM_STUTTER],
         "Set `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`, or give the KV cache less memory.",
         "memory",
     ),
@@ -299,7 +290,7 @@ CAUSE_ALERTS: Sequence[CauseAlert] = (
     CauseAlert(
         "GpuMemoryErrors",
         TICKET,
-        f"{_OVER_10M.increase(semconv.GPU_ERRORS, label_equals(semconv.ERROR_TYPE, 'uncorrected'), by=_BY_GPU)} > 0",
+        f"{_OVER_10M.increase(semconv.GPU_ERRORS, label_equals(semconv.ERROR_TYPE, semconv.ECC_UNCORRECTED), by=_BY_GPU)} > 0",
         "0s",
         "GPU {{ $labels.hw_id }} has uncorrected memory errors",
         "ECC detected errors that it cannot correct.",

@@ -1,5 +1,6 @@
-"""Parses and checks service level objectives, as written in `slo.yaml`. Pure: `parse_spec` receives the
-parsed YAML.
+"""Parses and checks service level objectives, as written in `slo.yaml`.
+
+Pure: `parse_spec` receives the parsed YAML.
 
     windows: standard            # or demo: minutes instead of hours and days
     minimum: 50                  # events in the long window (for itl: gaps between tokens); below it no alert fires
@@ -101,6 +102,11 @@ class SloSpec(NamedTuple):
     grafana: str = ""
     runbooks: str = ""
 
+    @property
+    def is_demo(self) -> bool:
+        """Whether alerts are to fire within seconds or minutes, for demonstrations."""
+        return self.windows == DEMO_WINDOWS
+
 
 DEFAULT_SPEC = SloSpec(
     (
@@ -126,7 +132,22 @@ def parse_spec(content: Any) -> SloSpec:
     _require_value(isinstance(content, dict), "the file", "a mapping with `objectives`")
     for key in content:
         _require_value(key in known, f"`{key}`", "one of " + ", ".join(sorted(known)))
-    entries = content.get("objectives")
+    windows, minimum = content.get("windows", "standard"), content.get("minimum", 50)
+    _require_value(
+        isinstance(windows, str) and windows in WINDOW_SETS, "`windows`", "one of " + ", ".join(WINDOW_SETS)
+    )
+    _require_value(isinstance(minimum, int) and minimum >= 0, "`minimum`", "a whole number, 0 or more")
+    return SloSpec(
+        objectives=_parse_objectives(content.get("objectives")),
+        budgets=_parse_budgets(content.get("budgets") or {}),
+        windows=WINDOW_SETS[windows],
+        minimum=minimum,
+        grafana=_parse_url(content.get("grafana"), "grafana"),
+        runbooks=_parse_url(content.get("runbooks"), "runbooks"),
+    )
+
+
+def _parse_objectives(entries: Any) -> list[SloObjective]:
     _require_value(
         isinstance(entries, list) and bool(entries), "`objectives`", "a list with one entry or more"
     )
@@ -135,34 +156,18 @@ def parse_spec(content: Any) -> SloSpec:
     _require_value(
         len(names) == len(objectives), "`objectives`", "a different `name` for each (- and _ are the same)"
     )
-    budgets = content.get("budgets") or {}
+    return objectives
+
+
+def _parse_budgets(budgets: Any) -> dict[str, float]:
     _require_value(isinstance(budgets, dict), "`budgets`", "a duration for each stage")
-    windows, minimum = content.get("windows", "standard"), content.get("minimum", 50)
-    _require_value(
-        isinstance(windows, str) and windows in WINDOW_SETS, "`windows`", "one of " + ", ".join(WINDOW_SETS)
-    )
-    _require_value(isinstance(minimum, int) and minimum >= 0, "`minimum`", "a whole number, 0 or more")
-    return SloSpec(
-        objectives,
-        {
-            _parse_stage(stage): _parse_duration(length, f"budgets.{stage}")
-            for stage, length in budgets.items()
-        },
-        WINDOW_SETS[windows],
-        minimum,
-        _parse_url(content.get("grafana"), "grafana"),
-        _parse_url(content.get("runbooks"), "runbooks"),
-    )
+    return {
+        _parse_stage(stage): _parse_duration(length, f"budgets.{stage}") for stage, length in budgets.items()
+    }
 
 
 def _parse_objective(entry: Any, where: str) -> SloObjective:
-    _require_value(
-        isinstance(entry, dict), where, "a mapping with name, of, within, share and optionally model"
-    )
-    for key in entry:
-        _require_value(
-            key in SloObjective._fields, f"{where}.{key}", "one of " + ", ".join(SloObjective._fields)
-        )
+    _check_fields(entry, where)
     name, of, model = entry.get("name"), entry.get("of"), entry.get("model", "")
     _require_value(
         isinstance(name, str) and bool(_NAME.fullmatch(name)),
@@ -175,19 +180,29 @@ def _parse_objective(entry: Any, where: str) -> SloObjective:
         "one of " + ", ".join(OBJECTIVE_METRICS),
     )
     _require_value(isinstance(model, str), f"{where}.model", "a regular expression")
-    match = _SHARE.fullmatch(str(entry.get("share", "")).strip())
-    share = float(match[1]) / 100 if match else 0.0
-    _require_value(0 < share < 1, f"{where}.share", "a share such as 99%, below 100%")
+    share = _parse_share(entry.get("share", ""), f"{where}.share")
     if of == ERRORS:
         _require_value("within" not in entry, f"{where}.within", "nothing, because errors have no duration")
         return SloObjective(str(name), of, 0.0, share, model)
-    return SloObjective(
-        str(name),
-        str(of),
-        _parse_bound(entry.get("within"), OBJECTIVE_METRICS[of], f"{where}.within"),
-        share,
-        model,
+    bound = _parse_bound(entry.get("within"), OBJECTIVE_METRICS[of], f"{where}.within")
+    return SloObjective(str(name), str(of), bound, share, model)
+
+
+def _check_fields(entry: Any, where: str) -> None:
+    _require_value(
+        isinstance(entry, dict), where, "a mapping with name, of, within, share and optionally model"
     )
+    for key in entry:
+        _require_value(
+            key in SloObjective._fields, f"{where}.{key}", "one of " + ", ".join(SloObjective._fields)
+        )
+
+
+def _parse_share(text: Any, where: str) -> float:
+    match = _SHARE.fullmatch(str(text).strip())
+    share = float(match[1]) / 100 if match else 0.0
+    _require_value(0 < share < 1, where, "a share such as 99%, below 100%")
+    return share
 
 
 def _parse_bound(text: Any, metric: Metric, where: str) -> float:

@@ -13,12 +13,11 @@ from typing import NamedTuple
 
 from otel_infer import semconv
 from otel_infer.monitoring.dashboards.panels import GRID_COLUMNS, PROMETHEUS, Json
+from otel_infer.monitoring.names import ALERT_PREFIX, PRESENCE_SERIES, TAG, UID_PREFIX
 from otel_infer.monitoring.promql import PromqlBuilder
 from otel_infer.semconv import prometheus
 
 SCHEMA_VERSION = 41
-TAG = "otel-infer"
-UID_PREFIX = "otel-infer-"
 
 PROMQL = PromqlBuilder(
     {"job": "$job", "instance": "$instance", semconv.REQUEST_MODEL: "$model", semconv.HW_ID: "$gpu"},
@@ -81,16 +80,14 @@ def _format_duration(seconds: float) -> str:
     return f"{seconds:g} s" if seconds >= 1 else f"{seconds * 1e3:g} ms"
 
 
-_PRESENCE_SERIES = prometheus.series_names(semconv.SELF_MEMORY)[0]
-"""A series that every running sidecar exports."""
 _REQUEST_SERIES = prometheus.family_name(semconv.REQUEST_DURATION) + prometheus.COUNT
 _GPU_SERIES = prometheus.series_names(semconv.GPU_MEMORY_LIMIT)[0]
 
 VARIABLES: Sequence[Json] = (
     make_variable("datasource", "datasource", "Data source", query="prometheus", current={}, regex="", options=[]),
     make_variable("datasource", "tempo", "Traces", query="tempo", current={}, regex="", options=[]),
-    _label_variable("job", "job", f"label_values({_PRESENCE_SERIES}, job)", ".+"),
-    _label_variable("instance", "instance", f'label_values({_PRESENCE_SERIES}{{job=~"$job"}}, instance)', ".+"),
+    _label_variable("job", "job", f"label_values({PRESENCE_SERIES}, job)", ".+"),
+    _label_variable("instance", "instance", f'label_values({PRESENCE_SERIES}{{job=~"$job"}}, instance)', ".+"),
     _label_variable("model", "model", f'label_values({_REQUEST_SERIES}{{job=~"$job"}}, {prometheus.label_name(semconv.REQUEST_MODEL)})', ".*"),
     _label_variable("gpu", "GPU", f'label_values({_GPU_SERIES}{{job=~"$job"}}, {prometheus.label_name(semconv.HW_ID)})', ".+"),
     _bound_variable("ttft_slo", "TTFT within", semconv.TIME_TO_FIRST_TOKEN, 0.5),
@@ -169,7 +166,7 @@ def _alert_annotation() -> Json:
         "enable": True,
         "hide": False,
         "iconColor": "red",
-        "expr": 'ALERTS{alertname=~"OtelInfer.*",severity!="none",alertstate="firing",job=~"$job|"}',
+        "expr": f'ALERTS{{alertname=~"{ALERT_PREFIX}.*",severity!="none",alertstate="firing",job=~"$job|"}}',
         "step": "30s",
         "titleFormat": "{{alertname}}",
         "textFormat": "{{severity}}",

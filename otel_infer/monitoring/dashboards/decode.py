@@ -5,7 +5,13 @@ from __future__ import annotations
 from otel_infer import semconv
 from otel_infer.monitoring.dashboards import panels
 from otel_infer.monitoring.dashboards.dashboard import PROMQL, Dashboard, DashboardRow
-from otel_infer.monitoring.dashboards.panels import PanelDescription, PanelQuery, legend_format
+from otel_infer.monitoring.dashboards.panels import (
+    BY_WORKER,
+    WORKER_LEGEND,
+    PanelDescription,
+    PanelQuery,
+    legend_format,
+)
 from otel_infer.monitoring.promql import label_equals, label_matches, ratio_or_absent, ratio_to_total
 
 _DECODE_STEPS = label_equals(semconv.STEP_KIND, semconv.STEP_DECODE)
@@ -156,16 +162,9 @@ def _engine_steps_row() -> DashboardRow:
                         PROMQL.quantile(
                             0.99,
                             semconv.STEP_EXECUTION,
-                            by=(
-                                "instance",
-                                semconv.ENGINE,
-                                semconv.PROCESS_PID,
-                                semconv.WORKER_RANK,
-                                semconv.CLOCK,
-                            ),
+                            by=(*BY_WORKER, semconv.CLOCK),
                         ),
-                        f"{legend_format('instance', semconv.ENGINE, semconv.PROCESS_PID)} rank {legend_format(semconv.WORKER_RANK)} "
-                        f"{legend_format(semconv.CLOCK)}",
+                        f"{WORKER_LEGEND} {legend_format(semconv.CLOCK)}",
                     )
                 ],
                 unit="s",

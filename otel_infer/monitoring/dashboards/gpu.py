@@ -5,8 +5,15 @@ from __future__ import annotations
 from otel_infer import semconv
 from otel_infer._version import GPU_TIMING_STATUS
 from otel_infer.monitoring.dashboards import panels
-from otel_infer.monitoring.dashboards.dashboard import PROMQL, UID_PREFIX, Dashboard, DashboardRow
-from otel_infer.monitoring.dashboards.panels import PanelDescription, PanelQuery, legend_format
+from otel_infer.monitoring.dashboards.dashboard import PROMQL, Dashboard, DashboardRow
+from otel_infer.monitoring.dashboards.panels import (
+    BY_WORKER,
+    WORKER_LEGEND,
+    PanelDescription,
+    PanelQuery,
+    legend_format,
+)
+from otel_infer.monitoring.names import UID_PREFIX
 from otel_infer.monitoring.promql import TARGET_LABELS, label_equals, ratio_or_absent
 from otel_infer.semconv.prometheus import label_name
 
@@ -14,8 +21,6 @@ _NO_GPU = "no GPU is monitored"
 _GPU_LABELS = (semconv.HW_ID, semconv.HW_NAME, semconv.HW_MODEL)
 _GPU_LEGEND = legend_format(semconv.HW_NAME, semconv.HW_ID)
 _BY_GPU = (semconv.HW_ID, semconv.HW_NAME)
-_BY_WORKER = ("instance", semconv.ENGINE, semconv.PROCESS_PID, semconv.WORKER_RANK)
-_WORKER_LEGEND = f"{legend_format('instance', semconv.ENGINE, semconv.PROCESS_PID)} rank {legend_format(semconv.WORKER_RANK)}"
 
 
 def _max_by_gpu(metric: semconv.Metric, *matchers: str) -> str:
@@ -78,10 +83,10 @@ def _all_gpus_row() -> DashboardRow:
 
 
 def _utilization_row() -> DashboardRow:
-    gap = PROMQL.quantile(0.99, semconv.DEVICE_IDLE, by=_BY_WORKER)
-    queue = PROMQL.quantile(0.99, semconv.DEVICE_QUEUED, by=_BY_WORKER)
+    gap = PROMQL.quantile(0.99, semconv.DEVICE_IDLE, by=BY_WORKER)
+    queue = PROMQL.quantile(0.99, semconv.DEVICE_QUEUED, by=BY_WORKER)
     device = label_equals(semconv.CLOCK, semconv.CLOCK_DEVICE)
-    busy = PROMQL.sum_rate(semconv.STEP_EXECUTION, device, by=_BY_WORKER)
+    busy = PROMQL.sum_rate(semconv.STEP_EXECUTION, device, by=BY_WORKER)
     return DashboardRow(
         "Utilization",
         [
@@ -120,7 +125,7 @@ def _utilization_row() -> DashboardRow:
                     f"Share of time in which the device executed engine steps, by events on its stream: {GPU_TIMING_STATUS}.",
                     "far below 100 % while requests wait, the host is the bottleneck (launch-bound or stalled).",
                 ),
-                [PanelQuery(busy, _WORKER_LEGEND)],
+                [PanelQuery(busy, WORKER_LEGEND)],
                 unit="percentunit",
                 axis_max=1,
                 empty="no GPU is timed",
@@ -131,7 +136,7 @@ def _utilization_row() -> DashboardRow:
                     "Idle time of the device between two steps, including times without requests.",
                     "the host is slow: scheduling, sampling, detokenization or garbage collection on the engine's thread.",
                 ),
-                [PanelQuery(gap, _WORKER_LEGEND)],
+                [PanelQuery(gap, WORKER_LEGEND)],
                 unit="s",
                 size=(12, 8),
                 empty="no GPU is timed",
@@ -142,7 +147,7 @@ def _utilization_row() -> DashboardRow:
                     "Time from the launch of a step until the device begins it.",
                     "a long delay is good: the device always has work. A short delay with long idle times is launch-bound.",
                 ),
-                [PanelQuery(queue, _WORKER_LEGEND)],
+                [PanelQuery(queue, WORKER_LEGEND)],
                 unit="s",
                 size=(12, 8),
                 empty="no GPU is timed",
@@ -175,6 +180,7 @@ def _limits_row() -> DashboardRow:
                 PanelQuery(throttled, f"{legend_format(semconv.THROTTLE_REASON)} {_GPU_LEGEND}"),
                 names={0: ("no", "green"), 1: ("throttled", "orange")},
                 size=(24, 8),
+                empty=_NO_GPU,
             ),
             panels.timeseries_panel(
                 "Power",

@@ -37,17 +37,6 @@ STAGE_DESCRIPTIONS = {
     ),
 }
 """The meaning of each stage, and the usual reason when it is long."""
-PRIORITY_PATTERN = "|".join(
-    (
-        semconv.KEEP_REASON_SLO,
-        semconv.KEEP_REASON_SLOW,
-        semconv.KEEP_REASON_ERROR,
-        semconv.KEEP_REASON_ABORTED,
-        semconv.KEEP_REASON_PREEMPTED,
-        semconv.KEEP_REASON_INTERFERER,
-    )
-)
-"""Keep reasons of requests that are worth opening."""
 
 
 def _all_stages_row() -> DashboardRow:
@@ -131,7 +120,7 @@ def _stage_panels(name: str) -> list[Json]:
 def _requests_row() -> DashboardRow:
     # A request that fails early has no model.
     model = f'(span.{semconv.REQUEST_MODEL} =~ "$model" || status = error)'
-    filters = f'span.{semconv.KEEP_REASON} =~ "{PRIORITY_PATTERN}" && {model}'
+    filters = f'span.{semconv.KEEP_REASON} =~ "{"|".join(semconv.NOTABLE_REASONS)}" && {model}'
     selected = ", ".join(
         f"span.{name}" for name in (semconv.KEEP_REASON, semconv.LATENCY_TOP_CAUSE, semconv.TTFT)
     )

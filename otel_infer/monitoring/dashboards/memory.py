@@ -35,14 +35,22 @@ def _memory_kind_queries() -> list[PanelQuery]:
     def series_of_kind(name: str) -> str:
         return PROMQL.select_series(semconv.DEVICE_MEMORY, label_equals(semconv.MEMORY_KIND, name))
 
-    device, reserved = label_name(semconv.HW_ID), sum_of_kind("reserved")
-    used = f"{series_of_kind('outside')} + ignoring ({label_name(semconv.MEMORY_KIND)}) {series_of_kind('reserved')}"
+    device = label_name(semconv.HW_ID)
+    allocated, reserved = (
+        sum_of_kind(semconv.MEMORY_KIND_ALLOCATED),
+        sum_of_kind(semconv.MEMORY_KIND_RESERVED),
+    )
+    split, unused = sum_of_kind(semconv.MEMORY_KIND_INACTIVE_SPLIT), series_of_kind(semconv.MEMORY_KIND_FREE)
+    used = (
+        f"{series_of_kind(semconv.MEMORY_KIND_OUTSIDE)} + ignoring ({label_name(semconv.MEMORY_KIND)}) "
+        f"{series_of_kind(semconv.MEMORY_KIND_RESERVED)}"
+    )
     return [
-        PanelQuery(sum_of_kind("allocated"), "allocated"),
-        PanelQuery(sum_of_kind("inactive_split"), "inactive_split"),
-        PanelQuery(f"{reserved} - {sum_of_kind('allocated')} - {sum_of_kind('inactive_split')}", "cached"),
-        PanelQuery(f"sum (max by ({device}) ({used})) - {reserved}", "outside"),
-        PanelQuery(f"sum (min by ({device}) ({series_of_kind('free')}))", "free"),
+        PanelQuery(allocated, semconv.MEMORY_KIND_ALLOCATED),
+        PanelQuery(split, semconv.MEMORY_KIND_INACTIVE_SPLIT),
+        PanelQuery(f"{reserved} - {allocated} - {split}", "cached"),
+        PanelQuery(f"sum (max by ({device}) ({used})) - {reserved}", semconv.MEMORY_KIND_OUTSIDE),
+        PanelQuery(f"sum (min by ({device}) ({unused}))", semconv.MEMORY_KIND_FREE),
     ]
 
 
@@ -217,7 +225,10 @@ def _device_memory_row() -> DashboardRow:
                     PanelQuery(
                         PROMQL.rate(
                             semconv.MARKS,
-                            label_matches(semconv.MARK_NAME, "allocator_retry|allocator_oom"),
+                            label_matches(
+                                semconv.MARK_NAME,
+                                f"{semconv.MARK_ALLOCATOR_RETRY}|{semconv.MARK_ALLOCATOR_OOM}",
+                            ),
                             by=(semconv.MARK_NAME,),
                         ),
                         legend_format(semconv.MARK_NAME),
@@ -235,7 +246,10 @@ def _device_memory_row() -> DashboardRow:
                     "pools that grow while serving show new captures of graphs. Each growth of pinned memory delays copies by several ms.",
                 ),
                 [
-                    PanelQuery(_memory_by_device("private_pools"), f"private pools {_DEVICE_LEGEND}"),
+                    PanelQuery(
+                        _memory_by_device(semconv.MEMORY_KIND_PRIVATE_POOLS),
+                        f"private pools {_DEVICE_LEGEND}",
+                    ),
                     PanelQuery(
                         PROMQL.aggregate_gauge(semconv.PINNED_MEMORY, by=("instance", semconv.PROCESS_PID)),
                         f"pinned {legend_format('instance', semconv.PROCESS_PID)}",

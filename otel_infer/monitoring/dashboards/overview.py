@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from otel_infer import semconv
 from otel_infer.monitoring.dashboards import panels
-from otel_infer.monitoring.dashboards.dashboard import PROMQL, UID_PREFIX, Dashboard, DashboardRow
+from otel_infer.monitoring.dashboards.dashboard import PROMQL, Dashboard, DashboardRow
 from otel_infer.monitoring.dashboards.panels import PanelDescription, PanelQuery, legend_format
+from otel_infer.monitoring.names import UID_PREFIX
 from otel_infer.monitoring.promql import label_equals, label_not_matches, ratio_or_absent, ratio_or_zero
 from otel_infer.semconv.prometheus import label_name
 

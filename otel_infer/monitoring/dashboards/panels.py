@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from otel_infer import semconv
+from otel_infer.monitoring.names import ALERT_PREFIX
 from otel_infer.monitoring.promql import PromqlBuilder
 from otel_infer.semconv import prometheus
 
@@ -36,6 +38,10 @@ class PanelQuery(NamedTuple):
 def legend_format(*attributes: str) -> str:
     """Returns a legend that shows the values of these attributes."""
     return " ".join(f"{{{{{prometheus.label_name(attribute)}}}}}" for attribute in attributes)
+
+
+BY_WORKER = ("instance", semconv.ENGINE, semconv.PROCESS_PID, semconv.WORKER_RANK)
+WORKER_LEGEND = f"{legend_format(*BY_WORKER[:-1])} rank {legend_format(semconv.WORKER_RANK)}"
 
 
 class PanelDescription(NamedTuple):
@@ -165,7 +171,6 @@ def stat_panel(
     *,
     unit: str,
     bad: Sequence[tuple[float, str]] = (),
-    size: tuple[int, int] = (4, 4),
     empty: str = NO_TRAFFIC,
 ) -> Json:
     """Returns a panel with a number and its history. `bad`: (value, colour) thresholds, if it can be bad."""
@@ -185,7 +190,7 @@ def stat_panel(
         description,
         [PanelQuery(expr)],
         unit=unit,
-        size=size,
+        size=(4, 4),
         defaults=defaults,
         options=options,
         empty=empty,
@@ -197,10 +202,9 @@ def heatmap_panel(
     description: PanelDescription,
     expr: str,
     *,
-    unit: str = UNIT_SECONDS,
     size: tuple[int, int] = (12, 8),
 ) -> Json:
-    """Returns a panel with the distribution of values over time, and exemplars that link to their traces."""
+    """Returns a panel with the distribution of durations over time, and exemplars that link to their traces."""
     options = {
         "calculate": False,
         "cellGap": 1,
@@ -209,10 +213,10 @@ def heatmap_panel(
         "filterValues": {"le": 1e-9},
         "rowsFrame": {"layout": "le"},
         "tooltip": {"mode": "single", "yHistogram": True},
-        "yAxis": {"axisPlacement": "left", "unit": unit},
+        "yAxis": {"axisPlacement": "left", "unit": UNIT_SECONDS},
     }
     query = PanelQuery(expr, "{{le}}", exemplars=True)
-    return build_panel("heatmap", title, description, [query], unit=unit, size=size, options=options)
+    return build_panel("heatmap", title, description, [query], unit=UNIT_SECONDS, size=size, options=options)
 
 
 def quantiles_panel(
@@ -222,16 +226,14 @@ def quantiles_panel(
     metric: Any,
     *matchers: str,
     size: tuple[int, int] = (12, 8),
-    unit: str = UNIT_SECONDS,
-    empty: str = NO_TRAFFIC,
 ) -> Json:
-    """Returns a panel with p50, p95, p99 and mean of a histogram; exemplars belong to the p99."""
+    """Returns a panel with p50, p95, p99 and mean of durations; exemplars belong to the p99."""
     queries = [
         PanelQuery(promql.quantile(q, metric, *matchers), name, exemplars=name == "p99")
         for q, name, _ in QUANTILES
     ]
     queries.append(PanelQuery(promql.mean(metric, *matchers), "mean"))
-    return timeseries_panel(title, description, queries, unit=unit, size=size, empty=empty)
+    return timeseries_panel(title, description, queries, unit=UNIT_SECONDS, size=size)
 
 
 def state_timeline_panel(
@@ -241,6 +243,7 @@ def state_timeline_panel(
     *,
     names: Mapping[int, tuple[str, str]],
     size: tuple[int, int],
+    empty: str,
 ) -> Json:
     """Returns a panel of states over time. `names`: text and colour of each value."""
     value_options = {
@@ -256,7 +259,7 @@ def state_timeline_panel(
         size=size,
         defaults={"mappings": [{"type": "value", "options": value_options}], "color": {"mode": "fixed"}},
         options={"mergeValues": True, "showValue": "never", "rowHeight": 0.8},
-        empty="no GPU is monitored",
+        empty=empty,
     )
 
 
@@ -301,44 +304,34 @@ def table_panel(
     return panel
 
 
-def trace_search_panel(
-    title: str, description: PanelDescription, traceql: str, size: tuple[int, int] = (GRID_COLUMNS, 9)
-) -> Json:
+def trace_search_panel(title: str, description: PanelDescription, traceql: str) -> Json:
     """Returns a table of the traces that Tempo finds; a click opens a trace."""
-    panel = build_panel(
-        "table",
-        title,
-        description,
-        [],
-        unit=UNIT_SHORT,
-        size=size,
-        empty="Tempo has no such trace in this time range",
-    )
-    panel["datasource"] = TEMPO
-    query = {"refId": "A", "datasource": TEMPO, "queryType": "traceql", "query": traceql}
-    panel["targets"] = [{**query, "limit": 20, "spss": 3, "tableType": "spans"}]
-    return panel
+    search = {"query": traceql, "limit": 20, "spss": 3, "tableType": "spans"}
+    return _tempo_panel("table", title, description, 9, search, "Tempo has no such trace in this time range")
 
 
-def trace_panel(
-    title: str, description: PanelDescription, trace_id: str, size: tuple[int, int] = (GRID_COLUMNS, 14)
-) -> Json:
+def trace_panel(title: str, description: PanelDescription, trace_id: str) -> Json:
     """Returns a panel that shows the trace with this id."""
-    panel = build_panel(
-        "traces", title, description, [], unit=UNIT_SHORT, size=size, empty="enter a trace id above"
-    )
+    return _tempo_panel("traces", title, description, 14, {"query": trace_id}, "enter a trace id above")
+
+
+def _tempo_panel(
+    kind: str, title: str, description: PanelDescription, height: int, query: Json, empty: str
+) -> Json:
+    size = (GRID_COLUMNS, height)
+    panel = build_panel(kind, title, description, [], unit=UNIT_SHORT, size=size, empty=empty)
     panel["datasource"] = TEMPO
-    panel["targets"] = [{"refId": "A", "datasource": TEMPO, "queryType": "traceql", "query": trace_id}]
+    panel["targets"] = [{"refId": "A", "datasource": TEMPO, "queryType": "traceql", **query}]
     return panel
 
 
-def alert_list_panel(title: str, description: PanelDescription, size: tuple[int, int] = (8, 8)) -> Json:
+def alert_list_panel(title: str, description: PanelDescription) -> Json:
     """Returns a list of our alerts that fire or are pending."""
     panel = build_panel(
-        "alertlist", title, description, [], unit=UNIT_SHORT, size=size, empty="no alert fires"
+        "alertlist", title, description, [], unit=UNIT_SHORT, size=(8, 8), empty="no alert fires"
     )
     panel["options"] = {
-        "alertName": "OtelInfer",
+        "alertName": ALERT_PREFIX,
         "alertInstanceLabelFilter": '{severity!="none"}',
         "maxItems": 20,
         "sortOrder": 3,

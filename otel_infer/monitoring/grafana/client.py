@@ -16,10 +16,10 @@ from otel_infer._version import VERSION
 from otel_infer.monitoring.grafana import diff
 from otel_infer.monitoring.grafana.errors import TOKEN_VARIABLE, GrafanaError
 from otel_infer.monitoring.grafana.session import GrafanaSession
+from otel_infer.monitoring.names import TAG
 
 __all__ = [
     "FOLDER",
-    "TAG",
     "TOKEN_VARIABLE",
     "DashboardDiff",
     "Datasource",
@@ -29,8 +29,6 @@ __all__ = [
     "SelectedDatasources",
 ]
 
-TAG = "otel-infer"
-"""The tag of our dashboards."""
 FOLDER = "otel-infer"
 """The uid of our folder; its title may differ."""
 
@@ -100,15 +98,19 @@ class GrafanaClient:
 
     # ── datasources ──────────────────────────────────────────────────────────────────────────────────────────────
 
-    def select_datasources(self, prometheus: str = "", tempo: str = "") -> SelectedDatasources:
-        """Returns the datasources with this name or uid; "" = Grafana's default, else the first by name."""
+    def select_datasources(self, prometheus: str = "") -> SelectedDatasources:
+        """Returns the datasources to use.
+
+        `prometheus`: the name or uid of the Prometheus datasource; "" = Grafana's default, else the first by
+        name, as for Tempo.
+        """
         available = self._list_datasources()
         selected = self._select_datasource("prometheus", prometheus, available)
         if selected is None:
             raise GrafanaError(
                 f"{self._session.display_url}: no Prometheus datasource: add one under Connections → Data sources"
             )
-        return SelectedDatasources(selected, self._select_datasource("tempo", tempo, available))
+        return SelectedDatasources(selected, self._select_datasource("tempo", "", available))
 
     def _list_datasources(self) -> list[Datasource]:
         doing = "could not list datasources"
@@ -246,10 +248,7 @@ class GrafanaClient:
         return changes
 
     def _check_datasources(self, groups: Iterable[dict[str, Any]]) -> None:
-        """Raises if a rule queries a missing datasource:
-
-        Grafana accepts such a rule, which then never fires.
-        """
+        """Raises if a rule queries a missing datasource. Grafana accepts such a rule, which never fires."""
         known = {*EXPRESSION_DATASOURCES, *(source.uid for source in self._list_datasources())}
         for group in groups:
             for rule in group["rules"]:

@@ -37,8 +37,9 @@ def redact_url(url: str) -> str:
 
 
 def redact_secrets(text: str, secrets: Iterable[str]) -> str:
-    """Returns a foreign message without our credentials, on one line, of at most `MAX_QUOTED_CHARS`
-    characters.
+    """Returns a foreign message without our credentials, on one line.
+
+    It is cut to `MAX_QUOTED_CHARS` characters.
     """
     for secret in sorted(secrets, key=len, reverse=True):
         text = text.replace(secret, "***") if len(secret) > 3 else text
@@ -70,10 +71,7 @@ def error_status(error: Exception) -> int:
 
 
 def _is_page(answer: Any) -> bool:
-    """Whether an answer is a page:
-
-    Grafana answers with JSON or nothing, so a page comes from another server.
-    """
+    """Returns whether an answer is a page. Grafana answers with JSON or nothing, so it is another server's."""
     return isinstance(answer, str) and bool(answer.strip())
 
 
@@ -122,6 +120,7 @@ _REMEDIES_BY_STATUS = {
 
 def _explain_transport_error(error: BaseException, secrets: Iterable[str]) -> str:
     """Explains an error before any answer, or an answer that is not Grafana's."""
+    # By name, because releases of grafana-client use different HTTP libraries, with the same names of errors.
     kind, cause = type(error).__name__, _root_cause(error)
     detail = redact_secrets(str(cause), secrets)
     if "Redirect" in kind:
@@ -139,10 +138,7 @@ def _explain_transport_error(error: BaseException, secrets: Iterable[str]) -> st
 
 
 def _root_cause(error: BaseException) -> BaseException:
-    """Returns the innermost exception:
-
-    HTTP libraries wrap it several times, each time with a vaguer message.
-    """
+    """Returns the innermost exception. HTTP libraries wrap it, each time with a vaguer message."""
     wrapped = (getattr(error, "reason", None), *error.args, error.__cause__, error.__context__)
     inner = next((candidate for candidate in wrapped if isinstance(candidate, BaseException)), None)
     return error if inner is None else _root_cause(inner)

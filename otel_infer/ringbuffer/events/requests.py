@@ -45,6 +45,8 @@ TOKENIZE, FETCH_MEDIA, PREPARE_MEDIA = (
 GRAMMAR, KV_TRANSFER = semconv.SPAN_GRAMMAR, semconv.SPAN_KV_TRANSFER
 FORWARD, DECODE = semconv.SPAN_FORWARD, semconv.SPAN_DECODE
 """Names of stages that instrumentations record."""
+OUTCOME_NAMES = {OK: "ok", ERROR: "error", ABORTED: "aborted"}
+"""How logs, reports and the terminal name outcomes."""
 
 
 class RequestArrived(NamedTuple):

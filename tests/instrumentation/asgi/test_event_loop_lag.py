@@ -16,7 +16,7 @@ from fastapi import FastAPI
 from fastapi.responses import StreamingResponse
 
 from otel_infer import _clock
-from otel_infer.analysis.attribution import request as attribution
+from otel_infer.analysis.attribution.breakdown import attribute_latency
 from otel_infer.assembly.assembler import GRACE_NS, Assembler
 from otel_infer.assembly.records.request import RequestRecord
 from otel_infer.ringbuffer.events import EngineFinished
@@ -104,7 +104,7 @@ def served(watched: Watched, serve: Callable[..., int], path: str, loop: str) ->
         )
     )
     records = assembler.drain_records(_clock.now() + GRACE_NS)
-    attribution.attribute_latency(records)
+    attribute_latency(records)
     return {str(record.attributes["http.route"]): record for record in records}
 
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from otel_infer.analysis.attribution import request
+from otel_infer.analysis.attribution.breakdown import attribute_latency
 from otel_infer.assembly.assembler import GRACE_NS, Assembler
 from otel_infer.assembly.engine.step_rows import RequestSteps
 from otel_infer.assembly.records.request import RequestRecord
@@ -31,7 +31,7 @@ def drained_records(recorded: list[events.RecordedEvent]) -> list[RequestRecord]
 
 def comparable(record: RequestRecord) -> dict[str, Any]:
     """Returns the fields of a record for comparison, with its latency attribution."""
-    request.attribute_latency([record])
+    attribute_latency([record])
     fields = {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
     del fields["prefills_by_step"], fields["thread_delays"]  # references to the step log, not values
     steps = fields["steps"]

@@ -43,6 +43,19 @@ def test_throttling_reported_by_several_processes_counts_once() -> None:
     ]
 
 
+def test_marks_of_several_processes_are_in_order_of_time() -> None:
+    story = Story()
+    a = story.arrives(0, "a")
+    part = story.joins(5, a, 2)
+    story.submitted(4, a)
+    for at in (10, 30):
+        story.marked(at, at + 1, "kv_eviction", process=1)
+        story.marked(at + 10, at + 11, "allocator_retry", process=2)
+    story.finished(100, part)
+    story.ends(110, a)
+    assert [ms(mark.at) for mark in story.record(a).marks] == [11, 21, 31, 41]
+
+
 @given(
     st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50)), max_size=12),
     st.integers(0, 50),

@@ -11,9 +11,9 @@ import pytest
 from opentelemetry import trace
 
 from otel_infer import semconv
-from otel_infer.analysis.attribution import request
+from otel_infer.analysis.attribution.breakdown import attribute_latency
 from otel_infer.assembly.records.request import RequestRecord
-from otel_infer.export.request_log import BURST, LOGGED_REASONS, MAX_PER_SECOND, RequestLog
+from otel_infer.export.request_log import BURST, MAX_PER_SECOND, RequestLog
 from otel_infer.export.sampling.tail_sampler import Decision
 from otel_infer.ringbuffer import events
 from tests.support.story import Story
@@ -31,7 +31,7 @@ def slow() -> RequestRecord:
     story.step(30, 1040, [a])
     story.ends(1045, a, chunks=2)
     records = story.records()
-    request.attribute_latency(records)
+    attribute_latency(records)
     return records[0]
 
 
@@ -57,7 +57,7 @@ def test_log_line_has_ids_stages_and_causes(tmp_path: Path) -> None:
 @pytest.mark.parametrize("reason", semconv.KEEP_REASONS)
 def test_only_listed_reasons_are_logged(tmp_path: Path, reason: str) -> None:
     RequestLog(str(tmp_path / "a.log")).log_request(slow(), Decision(True, 0, reason))
-    assert len(lines(tmp_path / "a.log")) == (reason in LOGGED_REASONS)
+    assert len(lines(tmp_path / "a.log")) == (reason in semconv.NOTABLE_REASONS)
 
 
 def test_logger_receives_fields_and_trace_context(

@@ -191,6 +191,9 @@ class SlowCollector:
         marks = metrics.get("infer.marks")
         self.sums.append(marks.data_points[0].value if marks else 0)
 
+    def shutdown(self) -> None:
+        self.may_answer.release()
+
 
 @pytest.fixture(params=["cumulative", "delta"])
 def slow(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[Pipeline, SlowCollector]:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from otel_infer import semconv
-from otel_infer.analysis.attribution import request
+from otel_infer.analysis.attribution.breakdown import attribute_latency
 from otel_infer.assembly.assembler import Assembler
 from otel_infer.assembly.engine.step_cost import StepCostModel
 from otel_infer.assembly.engine.thread_delays import ThreadDelays
@@ -26,7 +26,7 @@ def attributed_records(recorded: Any) -> list[RequestRecord]:
     assembler = Assembler()
     assembler.feed_events(recorded)
     records = assembler.drain_records(AFTER_ALL_EVENTS)
-    request.attribute_latency(records)
+    attribute_latency(records)
     return records
 
 
@@ -35,7 +35,7 @@ def attributed(story: Story, name: str = "a", **fields: Any) -> RequestRecord:
     (record,) = [record for record in story.records() if record.span_id == ids(name)[1]]
     for field, value in fields.items():
         setattr(record, field, value)
-    request.attribute_latency([record])
+    attribute_latency([record])
     assert record.breakdown is not None
     assert sum(record.breakdown.causes.values()) == record.duration_ns
     return record
@@ -191,7 +191,7 @@ def test_causes_sum_to_duration_for_any_device_times(
     records = attributed_records(sorted(recorded, key=lambda item: item.event.at))
     for record in records:
         record.gpu_throttled_at = ((record.arrived_at, record.ended_at),)
-        request.attribute_latency([record])
+        attribute_latency([record])
         assert record.breakdown is not None
         assert sum(record.breakdown.causes.values()) == record.duration_ns
         assert all(length > 0 for length in record.breakdown.causes.values())
@@ -205,7 +205,7 @@ def test_attribution_is_the_same_in_batches_and_alone(program: list[Tick], depth
     together = attributed_records(simulator.recorded_events)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("otel_infer.assembly.assembler.STEPS_PER_BATCH", 1)
-        patched.setattr("otel_infer.analysis.attribution.request.STEPS_PER_BATCH", 1)
+        patched.setattr("otel_infer.analysis.attribution.breakdown.STEPS_PER_BATCH", 1)
         alone = attributed_records(simulator.recorded_events)
     assert [(record.breakdown, record.summary) for record in alone] == [
         (record.breakdown, record.summary) for record in together
@@ -474,8 +474,7 @@ def test_streaming_causes_are_separate_from_earlier_ones() -> None:
     breakdown = attributed(build(DELAYED_BY_PROMPT + ", pause gc 2–6, pause gc 12–17")).breakdown
     assert breakdown is not None
     assert breakdown.causes["gc"] == (4 + 5) * MS
-    streaming = {cause: length for cause, length in breakdown.streaming.items() if length}
-    assert streaming == {"gc": 5 * MS, "decode": 25 * MS, "interference": 80 * MS}
+    assert breakdown.streaming == {"gc": 5 * MS, "decode": 25 * MS, "interference": 80 * MS}
 
 
 # ── interferers ──────────────────────────────────────────────────────────────────────────────────────────────────

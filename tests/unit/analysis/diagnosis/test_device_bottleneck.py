@@ -7,7 +7,7 @@ from otel_infer.analysis.diagnosis.device_bottleneck import BOTTLENECK_ADVICE, f
 from otel_infer.assembly.engine import device_steps
 from otel_infer.assembly.engine.device_steps import BACK_PRESSURED, GPU_BOUND, HOST_STALLED, LAUNCH_BOUND
 from otel_infer.assembly.records.request import RequestRecord, Stage
-from tests.unit.export.sampling.test_slow_requests import request
+from tests.unit.export.sampling.test_slow_detector import request
 
 
 def test_each_bottleneck_has_advice() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from otel_infer.analysis.diagnosis.rules import diagnose
+from otel_infer.analysis.diagnosis.rules import diagnose_requests
 from otel_infer.analysis.diagnosis.symptoms import SYMPTOMS, Finding
 from otel_infer.assembly.engine.step_rows import NO_STEPS
 from otel_infer.assembly.records.request import Interferer, LatencyBreakdown, RequestRecord, Stage
@@ -134,11 +134,11 @@ def add_time(record: RequestRecord, streaming: bool = False, **causes: int) -> N
 
 
 def first_finding(records: list[RequestRecord]) -> Finding:
-    return diagnose(records).findings[0]
+    return diagnose_requests(records).findings[0]
 
 
 def symptoms(records: list[RequestRecord], **more: Any) -> list[str]:
-    return [finding.symptom for finding in diagnose(records, **more).findings]
+    return [finding.symptom for finding in diagnose_requests(records, **more).findings]
 
 
 def test_each_symptom_has_a_load() -> None:
@@ -150,7 +150,7 @@ def test_symptom_is_recognized_from_the_records(row: str) -> None:
     right = 0
     for seed in range(10):
         server, requests = ROWS[row](random.Random(f"{row} {seed}"))
-        right += diagnose(server.records(requests)).verdict == row
+        right += diagnose_requests(server.records(requests)).verdict == row
     assert right >= 9
 
 
@@ -160,13 +160,13 @@ def test_healthy_or_uniformly_slow_server_has_no_symptom(
 ) -> None:
     for seed in range(10):
         server, requests = load(random.Random(f"fine {seed}"))
-        diagnosis = diagnose(server.records(requests))
+        diagnosis = diagnose_requests(server.records(requests))
         assert (diagnosis.verdict, diagnosis.findings) == ("healthy", []), seed
 
 
 def test_few_requests_are_insufficient_evidence() -> None:
     server, requests = healthy(random.Random(1))
-    diagnosis = diagnose(server.records(requests[:5]))
+    diagnosis = diagnose_requests(server.records(requests[:5]))
     assert diagnosis.verdict == "insufficient" and "at least 12" in diagnosis.note
 
 
@@ -237,7 +237,7 @@ def test_loop_delay_caused_by_gc_is_dropped() -> None:
     server.pauses = [(at * 300.0, 200.0) for at in range(10)]
     paused = {pause for record in server.records(requests) for pause in record.pauses}
     server.blocked_loop = [(p.started_at / 1e6 + 1, (p.ended_at - p.started_at) / 1e6 - 1) for p in paused]
-    assert [finding.cause for finding in diagnose(server.records(requests)).findings] == ["gc"]
+    assert [finding.cause for finding in diagnose_requests(server.records(requests)).findings] == ["gc"]
 
 
 # ── similar symptoms ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -246,7 +246,7 @@ def test_loop_delay_caused_by_gc_is_dropped() -> None:
 def test_short_prefill_is_not_a_symptom() -> None:
     server = SimulatedServer(base=7, prompt_token=0.033)
     requests = [ClientRequest(at * 2500.0, 1500, 200) for at in range(40)]
-    assert diagnose(server.records(requests)).verdict == "healthy"
+    assert diagnose_requests(server.records(requests)).verdict == "healthy"
 
 
 def test_burst_of_ordinary_prompts_is_peak_not_prefill() -> None:
@@ -254,7 +254,7 @@ def test_burst_of_ordinary_prompts_is_peak_not_prefill() -> None:
     server = SimulatedServer(max_batch=4, prompt_token=0.05, noise=0.01)
     requests = [ClientRequest(at * 700.0 + draw.uniform(0, 200), 3000, 12) for at in range(100)]
     requests += [ClientRequest(requests[50].at + draw.uniform(0, 300), 3000, 12) for _ in range(20)]
-    assert diagnose(server.records(requests)).verdict == "peak"
+    assert diagnose_requests(server.records(requests)).verdict == "peak"
 
 
 def test_requests_before_the_recording_make_no_peak() -> None:
@@ -265,8 +265,8 @@ def test_requests_before_the_recording_make_no_peak() -> None:
     (survivor,) = SimulatedServer().records([ClientRequest(0, 32, 80_000)])
     records, began = [survivor, *server.records(requests)], 600_000 * MS
     assert survivor.ended_at > began
-    assert diagnose(records).verdict == "peak"
-    assert diagnose(records, began).verdict == "queueing"
+    assert diagnose_requests(records).verdict == "peak"
+    assert diagnose_requests(records, began).verdict == "queueing"
 
 
 def without_steps(record: RequestRecord, first_token_ms: int, **causes_ms: int) -> None:
@@ -327,14 +327,14 @@ def test_verdict_on_changed_records(change: Callable[[RequestRecord], None], ver
     records = healthy_records()
     for record in records:
         change(record)
-    assert diagnose(records).verdict == verdict
+    assert diagnose_requests(records).verdict == verdict
 
 
 def test_time_outside_all_symptoms_is_insufficient() -> None:
     records = healthy_records()
     for record in records:
         without_steps(record, 400, host_bubble=600, decode=400)
-    diagnosis = diagnose(records)
+    diagnosis = diagnose_requests(records)
     assert diagnosis.verdict == "insufficient" and "60%" in diagnosis.note and "host_bubble" in diagnosis.note
 
 
@@ -342,7 +342,7 @@ def test_one_chat_among_embeddings_changes_no_verdict() -> None:
     records = healthy_records()
     for record in records[1:]:
         embedding(record)
-    assert diagnose(records).verdict == "healthy"
+    assert diagnose_requests(records).verdict == "healthy"
 
 
 def test_host_time_of_some_requests_is_no_finding() -> None:
@@ -359,7 +359,7 @@ def test_host_time_of_some_requests_is_no_finding() -> None:
         record.device_idle = ()
         host = record.summary.gaps_total * 3 // 10
         add_time(record, streaming=True, host_bubble=host, decode=-host)
-    assert diagnose(records).findings == []
+    assert diagnose_requests(records).findings == []
 
 
 def test_delay_before_the_first_token_is_not_stutter() -> None:
@@ -367,7 +367,7 @@ def test_delay_before_the_first_token_is_not_stutter() -> None:
     for record in records[::5]:
         record.arrived_at -= 1_200 * MS
         add_time(record, interference=1_200 * MS)
-    finding, *others = diagnose(records).findings
+    finding, *others = diagnose_requests(records).findings
     assert (finding.symptom, finding.cause) == ("prefill", "interference")
     assert "long prompts" in finding.change
     assert not others
@@ -411,7 +411,7 @@ def test_failed_requests_count_as_running() -> None:
         ]
         record.arrived_at, record.first_token_at, record.ended_at = begin, until + 10 * MS, until + 10 * MS
         record.breakdown = LatencyBreakdown({"scheduler_queue": until - begin, "prefill": 10 * MS}, None)
-    assert diagnose(records).verdict == "batching"
+    assert diagnose_requests(records).verdict == "batching"
     heavy.outcome, heavy.error_type = events.ERROR, "timeout"
     heavy.stages = [Stage("decode", begin, until, {})]
     assert "batching" not in symptoms(records)
@@ -460,7 +460,7 @@ def test_stall_names_the_interferer_during_streaming() -> None:
     for request in crowd:
         story.ends(at, request)
     records = attributed_records(story.in_order())
-    (stutter,) = [finding for finding in diagnose(records).findings if finding.symptom == "stutter"]
+    (stutter,) = [finding for finding in diagnose_requests(records).findings if finding.symptom == "stutter"]
     assert "interference" in stutter.evidence[1]
     assert ids("early interferer")[0].hex() not in stutter.evidence[-1]
     assert any(ids(f"late {number}")[0].hex() in stutter.evidence[-1] for number in range(3))

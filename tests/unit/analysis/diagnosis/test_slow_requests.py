@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from otel_infer.analysis.attribution import request
+from otel_infer.analysis.attribution.breakdown import attribute_latency
 from otel_infer.analysis.diagnosis.slow_requests import (
     app_time_before_token,
     loop_delay_before_token,
     loop_delays_while_streaming,
     median_gap_ms,
     select_slowest,
-    time_in,
+    sum_cause_time,
 )
 from otel_infer.assembly.records.request import RequestRecord
 from tests.support.story import RequestHandle, Story
@@ -37,7 +37,7 @@ def served(*paused: tuple[float, float, str]) -> RequestRecord:
         story.paused(since, until, cause)
     story.ends(220, a, chunks=10)
     record = story.record()
-    request.attribute_latency([record])
+    attribute_latency([record])
     return record
 
 
@@ -63,7 +63,7 @@ def test_slowest_are_a_tenth_and_at_least_three() -> None:
     few = select_slowest(records[:5], lambda record: record.duration_ns)
     assert len(few.records) == 3
     assert few.total_ns("prefill", "decode") == sum(
-        time_in(record, "prefill", "decode") for record in few.records
+        sum_cause_time(record, "prefill", "decode") for record in few.records
     )
     assert few.lifetime_share("prefill", "decode") == few.reference_share("prefill", "decode") == 100 / 220
 
@@ -88,5 +88,5 @@ def test_enclosing_stage_before_first_token_is_application() -> None:
     story.stage("handle", 0, 2805, a)
     story.ends(2810, a)
     record = story.record()
-    request.attribute_latency([record])
+    attribute_latency([record])
     assert app_time_before_token(record) / MS == pytest.approx(610, abs=10)

@@ -10,8 +10,10 @@ MS = 1_000_000
 LENGTH = 10 * MS
 
 
-def engine(steps: int, length: int = LENGTH) -> tuple[StepTable, EngineBaseline]:
+def engine(steps: int, length: int = LENGTH, before: int = 0) -> tuple[StepTable, EngineBaseline]:
+    """Returns the table and baseline of an engine with this many steps, and more `before` them, not read."""
     table = StepTable()
+    table.last = before
     baseline = EngineBaseline(table)
     add_steps(table, baseline, steps, length)
     return table, baseline
@@ -23,6 +25,17 @@ def add_steps(table: StepTable, baseline: EngineBaseline, steps: int, length: in
         baseline.warmup.add_step(step, 4, 0)
         table.end_step(step, step * LENGTH + length)
         baseline.record_step_end(step * LENGTH + length)
+
+
+def add_prompt_steps(table: StepTable, baseline: EngineBaseline, steps: int) -> None:
+    for step in range(table.last + 1, table.last + 1 + steps):
+        prompts = [(0, 500)]
+        table.begin_step(
+            events.StepScheduled(step * LENGTH, step, False, 4, [], [], prompts, 0, 0, 4, 0), 500
+        )
+        table.end_step(step, step * LENGTH + LENGTH)
+        baseline.record_step_end(step * LENGTH + LENGTH)
+        baseline.get_cost_model()
 
 
 def thread_sample(since: int, until: int, waited: int) -> events.ThreadSeen:
@@ -44,18 +57,27 @@ def test_cost_model_is_refitted_periodically() -> None:
     assert baseline.get_cost_model() is not costs
 
 
+def test_cost_model_needs_as_many_steps_after_a_late_start() -> None:
+    """A restarted reader, or a dump, starts at a high step number."""
+    table, baseline = engine(FIT_FIRST - 1, before=500_000)
+    assert baseline.get_cost_model() is None
+    add_steps(table, baseline, 1)
+    assert baseline.get_cost_model() is not None
+
+
+def test_fit_without_a_result_is_repeated_soon() -> None:
+    table, baseline = engine(0)
+    add_prompt_steps(table, baseline, FIT_EVERY)
+    assert baseline.get_cost_model() is None
+    add_steps(table, baseline, FIT_FIRST)
+    assert baseline.get_cost_model() is not None
+
+
 def test_cost_model_is_kept_during_prompt_steps() -> None:
     table, baseline = engine(FIT_FIRST)
     costs = baseline.get_cost_model()
     assert costs is not None
-    for step in range(table.last + 1, table.last + 1 + FIT_OVER + FIT_EVERY):
-        prompts = [(0, 500)]
-        table.begin_step(
-            events.StepScheduled(step * LENGTH, step, False, 4, [], [], prompts, 0, 0, 4, 0), 500
-        )
-        table.end_step(step, step * LENGTH + LENGTH)
-        baseline.record_step_end(step * LENGTH + LENGTH)
-        baseline.get_cost_model()
+    add_prompt_steps(table, baseline, FIT_OVER + FIT_EVERY)
     assert baseline.get_cost_model() == costs
 
 

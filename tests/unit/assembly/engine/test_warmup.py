@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 from otel_infer.assembly.engine.step_cost import StepCostModel
-from otel_infer.assembly.engine.warmup import EARLY_STEPS, WarmupSteps, WarmupTracker
+from otel_infer.assembly.engine.warmup import EARLY_STEPS, StepKinds, WarmupSteps, WarmupTracker
 
 MS = 1_000_000
 COSTS = StepCostModel(10 * MS, 0.0, 0.0, 100)
 
 
-def warmup_steps(*steps: tuple[int, int], seen: set[int] | None = None) -> set[int]:
+def warmup_steps(*steps: tuple[int, int], seen: StepKinds | None = None) -> set[int]:
     """Returns the numbers of the steps that were the first of their kind; steps are (sequences, prompt tokens)."""
     tracker = WarmupTracker(seen)
     for number, (size, prompts) in enumerate(steps, 1):
@@ -60,7 +60,7 @@ def test_first_step_per_prompt_size_is_warmup() -> None:
 
 
 def test_warmup_is_shared_between_engine_threads() -> None:
-    seen: set[int] = set()
+    seen = StepKinds()
     assert warmup_steps(*[(1, 5)] * 5, seen=seen) == {1, 2, 3}
     assert warmup_steps(*[(1, 5)] * 5, seen=seen) == set()
     assert warmup_steps((1, 5), (4, 5), seen=seen) == {2}

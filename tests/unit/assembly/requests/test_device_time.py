@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextvars
 import os
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -12,12 +14,37 @@ from hypothesis import strategies as st
 
 import otel_infer
 from otel_infer import _clock
-from otel_infer.assembly.requests.device_time import share_span, sum_request_share
+from otel_infer.assembly.requests.device_time import sum_request_share
 from otel_infer.gpu.timed_work import StepWork
 from otel_infer.gpu.timeline import DeviceInterval
 from tests.support.rings import Recording
 
 MS = 1_000_000
+
+
+class DeviceTimeShares(NamedTuple):
+    """ns; all fields sum to the span.
+
+    `wasted`: for tokens that no request got (rejected drafts, padding, discarded results). `rounding`: less
+    than one ns per request.
+    """
+
+    by_request: dict[Any, int]
+    wasted: int
+    rounding: int
+
+
+def share_span(span: int, tokens: Mapping[Any, int], computed: int) -> DeviceTimeShares:
+    """Divides the span of a step that computed `computed` tokens. `tokens`: delivered tokens by request."""
+    delivered = sum(tokens.values())
+    computed = max(computed, delivered)
+    if not computed:
+        return DeviceTimeShares(dict.fromkeys(tokens, 0), span, 0)
+    by_request = {key: sum_request_share(span, count, computed) for key, count in tokens.items()}
+    wasted = span * (computed - delivered) // computed
+    return DeviceTimeShares(by_request, wasted, span - sum(by_request.values()) - wasted)
+
+
 spans = st.integers(0, 1 << 40)
 batches = st.dictionaries(st.integers(0, 1000), st.integers(0, 1 << 16), max_size=300)
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from otel_infer import semconv
-from otel_infer.analysis.diagnosis.rules import diagnose
+from otel_infer.analysis.diagnosis.rules import diagnose_requests
 from otel_infer.assembly.engine.step_rows import RequestSteps
 from otel_infer.assembly.engine.types import StepRecord
 from otel_infer.assembly.records.process import Pause
@@ -242,7 +242,7 @@ def test_content_policy_allows_only_the_pages_script(contents: RecordingContents
 
 
 def test_verdict_has_evidence_and_a_first_change(page: Page, contents: RecordingContents) -> None:
-    finding, *_ = diagnose(contents.records).findings
+    finding, *_ = diagnose_requests(contents.records).findings
     assert page.text("verdict") == "“starts, then freezes or stutters”: decode is interrupted"
     for shown in (*finding.evidence, finding.change):
         assert " ".join(shown.split()) in page.text()

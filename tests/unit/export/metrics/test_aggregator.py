@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from opentelemetry.exporter.otlp.proto.common.metrics_encoder import encode_metrics
+from opentelemetry.sdk.metrics.export import AggregationTemporality
 
 from otel_infer import semconv
 from otel_infer._version import VERSION
@@ -19,6 +20,8 @@ from otel_infer.assembly.engine.types import Execution, StepRecord
 from otel_infer.assembly.records.process import Mark, Pause, Phase, StartRecord
 from otel_infer.assembly.records.request import LatencyBreakdown, RequestRecord, Stage
 from otel_infer.export.metrics.aggregator import MetricsAggregator
+from otel_infer.export.metrics.counters import NumberSeries
+from otel_infer.export.metrics.histograms import MAX_SERIES
 from otel_infer.export.metrics.sender import make_metric_exporter
 from otel_infer.export.sampling.tail_sampler import Decision
 from otel_infer.ringbuffer import events
@@ -433,12 +436,12 @@ def test_names_from_user_code_are_bounded(
 
 def test_attribute_sets_are_limited_with_overflow_point() -> None:
     """2,000 attribute sets per metric, and one point for the rest."""
-    metrics = make_aggregator()
+    series = NumberSeries(semconv.SELF_LOST)
     for number in range(2100):
-        metrics.add_value(semconv.SELF_LOST, {"infer.loss.reason": f"r{number}"}, 1)
-    points = collect(metrics)["infer.self.lost"]["points"]
+        series.add((f"r{number}",), 1)
+    points = series.collect_data(AggregationTemporality.CUMULATIVE, STARTED, NOW).data_points
     assert 2001 == len(points)
-    assert ({"otel.metric.overflow": True}, 100) == (points[-1]["attributes"], points[-1]["value"])
+    assert ({"otel.metric.overflow": True}, 100) == (points[-1].attributes, points[-1].value)
 
 
 # ── engine steps ─────────────────────────────────────────────────────────────────────────────────────────────────
@@ -538,18 +541,18 @@ def test_step_without_kv_data_keeps_the_last_value() -> None:
 # ── values set by other modules ──────────────────────────────────────────────────────────────────────────────────
 
 
-def test_set_value_is_absolute_and_add_value_accumulates() -> None:
+def test_set_value_is_absolute() -> None:
     metrics = make_aggregator()
     for value in (3, 2):
         metrics.set_value(semconv.REQUEST_ACTIVE, {"infer.request.state": "running"}, value)
         metrics.set_value(semconv.SELF_SPANS, {}, value)
-        metrics.add_value(semconv.SELF_ERRORS, {}, value)
+        metrics.set_value(semconv.SELF_ERRORS, {}, value)
     metrics.set_value(semconv.SELF_CPU, {"cpu.mode": "user"}, 1.5)
     collected = collect(metrics)
     expected = {
         "infer.request.active": ({"infer.request.state": "running"}, 2, False),
         "infer.self.spans": ({}, 2, True),
-        "infer.self.errors": ({}, 5, True),
+        "infer.self.errors": ({}, 2, True),
         "infer.self.cpu.time": ({"cpu.mode": "user"}, 1.5, True),
     }
     points = {name: only_point(metric) for name, metric in collected.items()}
@@ -999,3 +1002,15 @@ def test_replaced_gauges_disappear_and_counters_remain() -> None:
     assert observed("a", "b") == {"hw.temperature": ["a", "b"], "hw.energy": ["a", "b"]}
     assert observed("b") == {"hw.temperature": ["b"], "hw.energy": ["a", "b"]}
     assert observed() == {"hw.temperature": [], "hw.energy": ["a", "b"]}
+
+
+def test_replaced_values_keep_their_overflow_series() -> None:
+    metrics = make_aggregator()
+
+    def set_gpu_values(set_value: Any) -> None:
+        for gpu in range(MAX_SERIES + 2):
+            set_value(semconv.GPU_TEMPERATURE, {semconv.HW_ID: str(gpu)}, 70)
+
+    metrics.replace_values([semconv.GPU_TEMPERATURE], set_gpu_values)
+    points = add_and_collect(metrics)["hw.temperature"]["points"]
+    assert {"otel.metric.overflow": True} in [point["attributes"] for point in points]

@@ -172,7 +172,7 @@ def test_prompt_chunks_count_as_step_spans() -> None:
 
 def test_prompt_chunks_are_kept_entirely_or_dropped() -> None:
     sampler = auto_sampler(budget=0)
-    sampler._budget_left = 7.0
+    sampler._bucket.tokens = 7.0
     ((_, decision),) = sampler.add(finished(4, chunks=8))
     assert (decision.steps, decision.prefill_steps) == (4, False)
     assert sampler.dropped_steps.total() == 8
@@ -327,7 +327,7 @@ def reasons_by_span(sampler: TailSampler, *records: RequestRecord, oldest_live: 
 def busy_sampler(budget: int = 100, **more: Any) -> TailSampler:
     """A sampler without budget for ordinary requests, and with no baseline due."""
     sampler = TailSampler("auto", budget, False, False, **more)
-    sampler._budget_left = budget * BURST_SECONDS * RESERVED_SHARE
+    sampler._bucket.tokens = budget * BURST_SECONDS * RESERVED_SHARE
     sampler._refilled_at = SECOND
     sampler._baseline_at[0, 0] = SECOND
     return sampler

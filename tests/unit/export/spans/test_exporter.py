@@ -213,6 +213,20 @@ def test_unencodable_spans_are_counted_without_affecting_others(monkeypatch: pyt
     assert batches.lost == {"not_encoded": 3}
 
 
+def test_unencodable_steps_are_counted_without_affecting_later_ones() -> None:
+    batches = BatchCollector()
+    exporter = OtlpSpanExporter(batches, False)  # type: ignore[arg-type]
+    broken = make_record(3, "broken")
+    assert broken.steps is not None
+    broken.steps = RequestSteps(broken.steps.table[:5])
+    exporter.export_request(broken, ALL)
+    exporter.flush(0)
+    exporter.export_request(make_record(3, "whole"), ALL)
+    exporter.flush(0)
+    assert batches.lost == {"not_encoded": 3}
+    assert [batch.spans for batch in batches.collected] == [3, 6]
+
+
 def test_batch_is_handed_over_once_a_second() -> None:
     batches = BatchCollector()
     exporter = OtlpSpanExporter(batches, False)  # type: ignore[arg-type]

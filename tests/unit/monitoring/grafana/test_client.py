@@ -372,9 +372,9 @@ def test_missing_datasource_is_named(server: GrafanaServer, grafana: GrafanaClie
     server.datasources = [datasource("tempo", "T1")]
     with pytest.raises(GrafanaError, match="no Prometheus datasource"):
         grafana.select_datasources()
-    with pytest.raises(GrafanaError, match="no tempo datasource has the name or uid T2"):
+    with pytest.raises(GrafanaError, match="no prometheus datasource has the name or uid P2"):
         server.datasources.append(datasource("prometheus", "P1"))
-        grafana.select_datasources(tempo="T2")
+        grafana.select_datasources(prometheus="P2")
 
 
 # ── errors ───────────────────────────────────────────────────────────────────────────────────────────────────────

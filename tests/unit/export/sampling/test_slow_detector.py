@@ -8,8 +8,8 @@ import numpy as np
 from ddsketch import DDSketch
 
 from otel_infer.assembly.records.request import RequestRecord
-from otel_infer.export.sampling import slow_requests
-from otel_infer.export.sampling.slow_requests import ACCURACY, MAX_CLASSES, MIN_REQUESTS, SlowRequestDetector
+from otel_infer.export.sampling import slow_detector
+from otel_infer.export.sampling.slow_detector import ACCURACY, MAX_CLASSES, MIN_REQUESTS, SlowRequestDetector
 
 
 def request(duration: int, ttft: int = 0, tokens: int = 100, prompt: int = 100) -> RequestRecord:
@@ -52,7 +52,7 @@ def test_first_requests_of_a_size_are_not_slow() -> None:
 
 def test_threshold_follows_the_load() -> None:
     slow = SlowRequestDetector(0.05)
-    for _ in range(slow_requests.MAX_SKETCH_REQUESTS):
+    for _ in range(slow_detector.MAX_SKETCH_REQUESTS):
         slow.is_slow(request(1000))
     found = [slow.is_slow(request(3000)) for _ in range(1000)]
     assert found[0] and not any(found[-100:])
@@ -73,7 +73,7 @@ def test_share_zero_finds_no_slow_request() -> None:
 
 def test_sketch_quantiles_are_within_their_accuracy() -> None:
     """The durations are Pareto distributed, without an upper end."""
-    durations = 3 * (1 + np.random.default_rng(1).pareto(2.0, slow_requests.MAX_SKETCH_REQUESTS))
+    durations = 3 * (1 + np.random.default_rng(1).pareto(2.0, slow_detector.MAX_SKETCH_REQUESTS))
     sketch = DDSketch(ACCURACY)
     for duration in durations.tolist():
         sketch.add(duration)

@@ -110,6 +110,32 @@ def _build_breakdown(
     step_prefills: dict[tuple[Any, int], interference.StepPrefills],
 ) -> LatencyBreakdown:
     ledger = _TimeLedger(record, decode.interfered_steps)
+    _attribute_time(ledger, record, decode, prompt)
+    known, streaming = _without_zeros(ledger.causes), _without_zeros(ledger.streaming)
+    interference_ns = known.get(semconv.CAUSE_INTERFERENCE, 0)
+    if not interference_ns:
+        return LatencyBreakdown(known, None, streaming=streaming)
+    streaming_ns = streaming.get(semconv.CAUSE_INTERFERENCE, 0)
+    prefill_steps = [step for step in prompt.interfered_steps if step[1]]
+    stalling = interference.find_interferers(record, ledger.stalled_steps, step_prefills)
+    interferers = (
+        interference.find_interferers(record, prefill_steps + ledger.stalled_steps, step_prefills)
+        if prefill_steps
+        else stalling
+    )
+    return LatencyBreakdown(
+        causes=known,
+        interferer=interference.find_worst_interferer(record, interferers, interference_ns),
+        interference_by_class=interference.split_interference_by_class(interferers, interference_ns),
+        streaming=streaming,
+        stalled_by=interference.find_worst_interferer(record, stalling, streaming_ns),
+    )
+
+
+def _attribute_time(
+    ledger: _TimeLedger, record: RequestRecord, decode: StepBreakdown, prompt: StepBreakdown
+) -> None:
+    """Attributes all time of the request, in the order that the module describes."""
     if record.pauses:
         _attribute_pauses(ledger, record)
     for stage in sorted(record.stages, key=_stage_priority):
@@ -120,29 +146,17 @@ def _build_breakdown(
     for begin, end, _ in record.generation_gaps:
         ledger.attribute_interval(begin, end, semconv.CAUSE_APPLICATION)
     ledger.causes[semconv.CAUSE_UNEXPLAINED] += sum([end - begin for begin, end in ledger.free])
-    known = {cause: length for cause, length in ledger.causes.items() if length}
-    interference_ns = known.get(semconv.CAUSE_INTERFERENCE, 0)
-    if not interference_ns:
-        return LatencyBreakdown(known, None, streaming=ledger.streaming)
-    prefill_steps = [step for step in prompt.interfered_steps if step[1]]
-    stalling_interferers = interference.interferers(record, ledger.stalled_steps, step_prefills)
-    all_interferers = (
-        interference.interferers(record, prefill_steps + ledger.stalled_steps, step_prefills)
-        if prefill_steps
-        else stalling_interferers
-    )
-    streaming = ledger.streaming.get(semconv.CAUSE_INTERFERENCE, 0)
-    return LatencyBreakdown(
-        known,
-        interference.worst_interferer(record, all_interferers, interference_ns),
-        interference.interference_by_class(all_interferers, interference_ns),
-        ledger.streaming,
-        interference.worst_interferer(record, stalling_interferers, streaming),
-    )
+
+
+def _without_zeros(causes: Causes) -> Causes:
+    return {cause: length for cause, length in causes.items() if length}
 
 
 def _attribute_pauses(ledger: _TimeLedger, record: RequestRecord) -> None:
-    decode, attributable = record.find_stage(semconv.SPAN_DECODE), step_columns.attributable_pauses(record)
+    decode, attributable = (
+        record.find_stage(semconv.SPAN_DECODE),
+        step_columns.select_attributable_pauses(record),
+    )
     pauses = [
         pause if pause.cause in semconv.PAUSE_CAUSES else pause._replace(cause=semconv.CAUSE_PAUSE)
         for pause in attributable
@@ -203,14 +217,14 @@ def _attribute_decode(ledger: _TimeLedger, record: RequestRecord, decode: StepBr
     if record.outcome != events.OK:
         parts = defaultdict(int, parts)
         remaining = taken - sum(parts.values())
-        own_ns = interrupted_step_time(record, remaining)
-        others_ns = interrupted_step_interference(record, remaining - own_ns)
+        own_ns = estimate_interrupted_step_time(record, remaining)
+        others_ns = estimate_interrupted_step_interference(record, remaining - own_ns)
         parts[semconv.CAUSE_DECODE] += own_ns
         parts[semconv.CAUSE_INTERFERENCE] += others_ns
         if record.interrupted_step is not None and others_ns:
             ledger.stalled_steps = [*ledger.stalled_steps, (record.interrupted_step.step, others_ns)]
     divided: Causes = defaultdict(int)
-    _distribute_time(divided, parts, taken, decode_remainder_cause(record))
+    _distribute_time(divided, parts, taken, find_decode_remainder_cause(record))
     for cause, length in divided.items():
         ledger.causes[cause] += length
         ledger.streaming[cause] += length
@@ -279,7 +293,7 @@ def ended_while_preempted(record: RequestRecord, since: int) -> bool:
     return record.outcome != events.OK and record.preempted_at[-1:] >= (since,)
 
 
-def decode_remainder_cause(record: RequestRecord) -> str:
+def find_decode_remainder_cause(record: RequestRecord) -> str:
     """Returns the cause of decode time that no step covers.
 
     A generation that is recorded as one interval has no steps, so all its time is `decode`.
@@ -294,7 +308,7 @@ def decode_remainder_cause(record: RequestRecord) -> str:
     )
 
 
-def interrupted_step_time(record: RequestRecord, remaining: int) -> int:
+def estimate_interrupted_step_time(record: RequestRecord, remaining: int) -> int:
     """Returns how much of the remaining decode time the unfinished step of the request itself took, ns.
 
     At most as long as its longest step or as the cost model predicts. 0 for a request that succeeded.
@@ -310,7 +324,7 @@ def interrupted_step_time(record: RequestRecord, remaining: int) -> int:
     return min(remaining, predicted if _has_other_prefills(record) else max(summary.longest, predicted))
 
 
-def interrupted_step_interference(record: RequestRecord, remaining: int) -> int:
+def estimate_interrupted_step_interference(record: RequestRecord, remaining: int) -> int:
     """Returns how much of the remaining decode time is interference in the unfinished step, ns.
 
     That is the rest of the step, if other requests' prompts were in it and the cost model is known; else 0.

@@ -22,6 +22,11 @@ MAX_CLASSES = 128
 ACCURACY = 0.01
 
 
+def find_size_class(record: RequestRecord) -> tuple[int, int]:
+    """Returns the powers of two below the lengths of its prompt and of its answer."""
+    return record.input_tokens.bit_length(), record.output_tokens.bit_length()
+
+
 class _SlowThreshold:
     """The threshold for one duration of the requests in a class."""
 
@@ -55,7 +60,7 @@ class SlowRequestDetector:
         """Returns whether this request is slow, and counts it for later requests."""
         if not self._share:
             return False
-        size = record.input_tokens.bit_length(), record.output_tokens.bit_length()
+        size = find_size_class(record)
         thresholds = self._size_classes.get(size)
         if thresholds is None:
             thresholds = self._size_classes[size] = _SlowThreshold(), _SlowThreshold()
