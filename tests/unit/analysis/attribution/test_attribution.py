@@ -181,7 +181,7 @@ def test_causes_sum_to_duration_for_any_device_times(
                 engine.pid,
                 0,
                 item.event.step,
-                engine.log,
+                engine.ring_number,
             )
             recorded.append(
                 events.RecordedEvent(
