@@ -30,7 +30,7 @@ from otel_infer.tracing import request_span, start
 def record_in_memory() -> None:
     """Records into rings without a reader; the writer's work is the same."""
     recorder.start(MemoryArena, lambda: None, lambda reason: None)
-    request_span.span_factory = install._create_span_factory(None)
+    request_span.span_factory = install._create_span_factory(None, environment.from_env())
 
 
 class OwnList:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from otel_infer import _clock
 from otel_infer._bootstrap import startup_message
-from otel_infer.config import environment
+from otel_infer.config import environment, propagators, standard_variables
 from otel_infer.config.environment import Config
 from otel_infer.gpu.timing import timing
 from otel_infer.instrumentation import registry
@@ -31,6 +31,7 @@ from otel_infer.sidecar import launcher
 from otel_infer.tracing import process_start, request_span, span_ids, start
 
 if TYPE_CHECKING:
+    from opentelemetry.sdk.trace.sampling import Sampler
     from opentelemetry.trace import TracerProvider
 
     from otel_infer.sidecar.in_process import InProcessReader
@@ -74,7 +75,7 @@ class _Installation:
 
     def _install_hooks(self, provider: TracerProvider | None, names: Sequence[str]) -> bool:
         self.settings, messages = environment.from_env_or_defaults()
-        for message in messages:
+        for message in filter(None, (*messages, propagators.describe_unusable())):
             _print_stderr(f"otel_infer: {message}")
         self.provider = provider
         exports = self.settings.exports or (provider is not None and not self.settings.is_disabled)
@@ -84,7 +85,7 @@ class _Installation:
         integrations = registry.load_instrumentors()
         if any(_is_run_as(helper) for integration in integrations for helper in integration.helpers):
             return False
-        request_span.span_factory = _create_span_factory(provider)
+        request_span.span_factory = _create_span_factory(provider, self.settings)
         recorder.start(
             self._create_arena,
             self._ensure_reader,
@@ -306,7 +307,10 @@ def detect_resource() -> dict[str, Any]:
     """
     from opentelemetry.sdk.resources import Resource
 
-    attributes = dict(Resource.create().attributes)
+    attributes = {
+        key: standard_variables.replace_invalid(value) if isinstance(value, str) else value
+        for key, value in Resource.create().attributes.items()
+    }
     if str(attributes.get("service.name", "")).startswith("unknown_service"):
         del attributes["service.name"]
     return attributes
@@ -318,19 +322,31 @@ def _is_run_as(module: str) -> bool:
     return "-m" in arguments and arguments[arguments.index("-m") + 1 :][:1] == [module]
 
 
-def _create_span_factory(provider: TracerProvider | None) -> span_ids.SpanFactory:
+def _create_span_factory(provider: TracerProvider | None, settings: Config) -> span_ids.SpanFactory:
     if provider is not None:
         return span_ids.ProviderSpanFactory(provider.get_tracer("otel_infer"))
-    from opentelemetry.sdk.resources import Resource
-    from opentelemetry.sdk.trace import SpanLimits, TracerProvider
+    from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 
-    # Sampler and id generator as the standard variables configure them; this provider exports nothing.
-    sdk_provider = TracerProvider(resource=Resource.get_empty(), shutdown_on_exit=False)
-    limits = SpanLimits()
-    counts = (limits.max_span_attributes, limits.max_events, limits.max_links)
-    bounded = [128 if count is None else count for count in counts]
-    span_limits = span_ids.Limits(bounded[0], bounded[1], bounded[2], limits.max_span_attribute_length)
-    return span_ids.SdkSpanFactory(sdk_provider.sampler, sdk_provider.id_generator, span_limits)
+    limits = span_ids.Limits(
+        settings.attribute_limit, settings.event_limit, settings.link_limit, settings.attribute_length_limit
+    )
+    return span_ids.SdkSpanFactory(_create_sampler(settings), RandomIdGenerator(), limits)
+
+
+def _create_sampler(settings: Config) -> Sampler:
+    """Returns the sampler that the standard variables configure."""
+    from opentelemetry.sdk.trace import sampling
+
+    rate = float(settings.sampler_argument or 1.0) if settings.ratio_sampling else 1.0
+    samplers: dict[str, Sampler] = {
+        "always_on": sampling.ALWAYS_ON,
+        "always_off": sampling.ALWAYS_OFF,
+        "traceidratio": sampling.TraceIdRatioBased(rate),
+        "parentbased_always_on": sampling.DEFAULT_ON,
+        "parentbased_always_off": sampling.DEFAULT_OFF,
+        "parentbased_traceidratio": sampling.ParentBasedTraceIdRatio(rate),
+    }
+    return samplers[settings.sampler]
 
 
 def _print_stderr(line: str) -> None:

@@ -9,27 +9,14 @@ A bad value raises `InvalidSetting`, which names the variable and the accepted v
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
-from otel_infer.config import tenancy
-from otel_infer.config.settings import (
-    SETTINGS,
-    InvalidSetting,
-    _choice_parser,
-    _parse_milliseconds,
-    _parse_names,
-)
+from otel_infer.config import standard_variables, tenancy
+from otel_infer.config.settings import SETTINGS, InvalidSetting
 
-_parse_protocol = _choice_parser("http/protobuf", "grpc")
-_STANDARD_PARSERS: dict[str, Callable[[str], Any]] = {
-    "OTEL_EXPORTER_OTLP_PROTOCOL": _parse_protocol,
-    "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": _parse_protocol,
-    "OTEL_EXPORTER_OTLP_METRICS_PROTOCOL": _parse_protocol,
-    "OTEL_METRIC_EXPORT_INTERVAL": _parse_milliseconds,
-}
-"""Standard variables of which only some values are accepted."""
 _DISABLED_NAMES = ("otel_infer", "*")
 SIDECAR_GUARD = "OTEL_INFER_SIDECAR"
 _STARTUP_IDS = "OTEL_INFER_START"
@@ -91,6 +78,7 @@ class Config:
     traces_protocol: str = "http/protobuf"
     metrics_protocol: str = "http/protobuf"
     traces_compression: str = ""
+    metrics_compression: str = ""
     service_name: str = ""
     excluded_urls: str = ""
     metric_export_interval_ms: int = 10_000
@@ -99,6 +87,10 @@ class Config:
     exemplars: bool = True
     sampler: str = "parentbased_always_on"
     sampler_argument: str = ""
+    attribute_limit: int = 128
+    attribute_length_limit: int | None = None
+    event_limit: int = 128
+    link_limit: int = 128
     visible_devices: str | None = None
 
     @property
@@ -146,70 +138,14 @@ class Config:
         return "ratio" in self.sampler
 
 
-def _read_standard(environ: Mapping[str, str]) -> dict[str, Any]:
-    """Returns the standard variables with their standard meaning and default, except the export interval."""
-
-    def get(*names: str, default: str = "") -> str:
-        return next((environ[name].strip() for name in names if environ.get(name, "").strip()), default)
-
-    protocol = "OTEL_EXPORTER_OTLP_PROTOCOL"
-    aggregation = get("OTEL_EXPORTER_OTLP_METRICS_DEFAULT_HISTOGRAM_AGGREGATION")
-    return {
-        "sdk_disabled": get("OTEL_SDK_DISABLED").lower() == "true",
-        "disabled_integrations": _parse_names(get("OTEL_PYTHON_DISABLED_INSTRUMENTATIONS")),
-        "traces_exporter": _parse_exporter(get("OTEL_TRACES_EXPORTER", default="otlp")),
-        "metrics_exporter": _parse_exporter(get("OTEL_METRICS_EXPORTER", default="otlp")),
-        "endpoint": get(
-            "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT",
-            "OTEL_EXPORTER_OTLP_ENDPOINT",
-            "OTEL_EXPORTER_OTLP_METRICS_ENDPOINT",
-        ),
-        "traces_endpoint": get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"),
-        "metrics_endpoint": get("OTEL_EXPORTER_OTLP_METRICS_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"),
-        "traces_protocol": get(
-            "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", protocol, default="http/protobuf"
-        ).lower(),
-        "metrics_protocol": get(
-            "OTEL_EXPORTER_OTLP_METRICS_PROTOCOL", protocol, default="http/protobuf"
-        ).lower(),
-        "traces_compression": get(
-            "OTEL_EXPORTER_OTLP_TRACES_COMPRESSION", "OTEL_EXPORTER_OTLP_COMPRESSION"
-        ).lower(),
-        "service_name": _find_service_name(get("OTEL_SERVICE_NAME"), get("OTEL_RESOURCE_ATTRIBUTES")),
-        "excluded_urls": get("OTEL_PYTHON_OTEL_INFER_EXCLUDED_URLS", "OTEL_PYTHON_EXCLUDED_URLS"),
-        "metric_export_interval_ms": int(get("OTEL_METRIC_EXPORT_INTERVAL", default="10000")),
-        "temporality": get("OTEL_EXPORTER_OTLP_METRICS_TEMPORALITY_PREFERENCE", default="cumulative").lower(),
-        "exponential_histograms": "exponential" in aggregation,
-        "exemplars": get("OTEL_METRICS_EXEMPLAR_FILTER", default="trace_based").lower() != "always_off",
-        "sampler": get("OTEL_TRACES_SAMPLER", default="parentbased_always_on").lower(),
-        "sampler_argument": get("OTEL_TRACES_SAMPLER_ARG"),
-        # The server's value: the sidecar's own hides all devices from every library in the sidecar.
-        "visible_devices": environ.get("CUDA_VISIBLE_DEVICES"),
-    }
-
-
-def _parse_exporter(text: str) -> str:
-    """Returns `otlp` if the exporters include it (`otlp_proto_http` and `otlp_proto_grpc` count), else
-    `none`.
-    """
-    return "otlp" if any(name.startswith("otlp") for name in _parse_names(text.lower())) else "none"
-
-
-def _find_service_name(name: str, attributes: str) -> str:
-    if name:
-        return name
-    pairs = (pair.partition("=") for pair in attributes.split(","))
-    return next((value.strip() for key, _, value in pairs if key.strip() == "service.name"), "")
-
-
 def from_env(environ: Mapping[str, str] | None = None) -> Config:
     """Returns the configuration of this process; raises `InvalidSetting` for the first value that is not
     accepted.
     """
     environ = os.environ if environ is None else environ
-    for variable, parse in _STANDARD_PARSERS.items():
-        _parse_variable(variable, parse, environ)
-    values = _read_standard(environ)
+    for variable, expected in standard_variables.find_errors(environ):
+        raise InvalidSetting(f"{variable}={environ[variable].strip()!r}: expected {expected}")
+    values = standard_variables.read_values(environ)
     for name, setting in SETTINGS.items():
         if environ.get(setting.variable, "").strip():
             values[name] = _parse_variable(setting.variable, setting.parse, environ)
@@ -251,12 +187,19 @@ def from_env_or_defaults(environ: Mapping[str, str] | None = None) -> tuple[Conf
     """
     remaining = dict(os.environ if environ is None else environ)
     messages: list[str] = []
-    for variable, parse in {**{s.variable: s.parse for s in SETTINGS.values()}, **_STANDARD_PARSERS}.items():
+    for setting in SETTINGS.values():
         try:
-            _parse_variable(variable, parse, remaining)
+            _parse_variable(setting.variable, setting.parse, remaining)
         except InvalidSetting as bad:
             messages.append(f"{bad}; using the default")
-            del remaining[variable]
+            del remaining[setting.variable]
+    for variable, expected in [*standard_variables.find_errors(remaining)]:
+        instead = "using the default"
+        if variable.endswith("_ENDPOINT"):  # the default endpoint is not what was meant
+            instead = "nothing is sent there"
+            remaining.update(standard_variables.without_signals_of(variable))
+        messages.append(f"{variable}={remaining.pop(variable).strip()!r}: expected {expected}; {instead}")
+    messages += standard_variables.find_warnings(remaining)
     try:
         return from_env(remaining), messages
     except InvalidSetting as bad:
@@ -318,6 +261,18 @@ def child_environment(**changes: str) -> dict[str, str]:
     return {**os.environ, **{SETTINGS[name].variable: value for name, value in changes.items()}}
 
 
+@contextmanager
+def hide_refused_values() -> Iterator[None]:
+    """Removes the standard variables whose values are not accepted, while the block runs."""
+    refused = {
+        variable: os.environ.pop(variable) for variable, _ in [*standard_variables.find_errors(os.environ)]
+    }
+    try:
+        yield
+    finally:
+        os.environ.update(refused)
+
+
 def prepend_python_path(environ: Mapping[str, str], first: str) -> str:
     """Returns PYTHONPATH with `first` in front."""
     return os.pathsep.join([first, *filter(None, [environ.get("PYTHONPATH", "")])])
@@ -328,7 +283,10 @@ def sidecar_environment() -> dict[str, str]:
     sent_separately = (
         SETTINGS[name].variable for name in ("tenant_hash_key", "tenants")
     )  # the boot message has what it needs
-    excluded = {*_SIDECAR_EXCLUDED, *sent_separately}
+    refused = (
+        variable for variable, _ in standard_variables.find_errors(os.environ)
+    )  # its exporters would raise
+    excluded = {*_SIDECAR_EXCLUDED, *sent_separately, *refused}
     inherited = {name: value for name, value in os.environ.items() if name not in excluded}
     for name in _PATH_VARIABLES & inherited.keys():  # the sidecar has another working directory
         inherited[name] = os.path.abspath(inherited[name]) if inherited[name] else ""

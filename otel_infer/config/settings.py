@@ -22,7 +22,9 @@ class Setting(NamedTuple):
     parse: Callable[[str], Any]
 
 
-def _choice_parser(*accepted: str) -> Callable[[str], str]:
+def parse_choice(*accepted: str) -> Callable[[str], str]:
+    """Returns a parser that accepts these words, in upper or lower case."""
+
     def parse(text: str) -> str:
         if text.lower() not in accepted:
             raise ValueError("one of " + ", ".join(accepted))
@@ -47,10 +49,33 @@ def _parse_bool(text: str) -> bool:
     return values[text.lower()]
 
 
-def _parse_count(text: str) -> int:
+def parse_count(text: str) -> int:
+    """Returns a whole number, 0 or more."""
     if not text.isdigit():
         raise ValueError("a whole number, 0 or more")
     return int(text)
+
+
+def parse_ratio(text: str) -> float:
+    """Returns a number from 0 to 1."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 1:
+        raise ValueError("a number from 0 to 1")
+    return value
+
+
+def parse_seconds(text: str) -> float:
+    """Returns a positive number of seconds."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise ValueError("a number of seconds above 0")
+    return value
 
 
 def _parse_percent(text: str) -> int:
@@ -69,7 +94,8 @@ def _validated_text(parse: Callable[[str], Any]) -> Callable[[str], str]:
     return check_text
 
 
-def _parse_milliseconds(text: str) -> int:
+def parse_milliseconds(text: str) -> int:
+    """Returns a whole number, 1 or more."""
     if not text.isdigit() or int(text) == 0:
         raise ValueError("a whole number of milliseconds, 1 or more")
     return int(text)
@@ -94,7 +120,8 @@ def _parse_address(text: str) -> str:
     return text
 
 
-def _parse_names(text: str) -> tuple[str, ...]:
+def parse_names(text: str) -> tuple[str, ...]:
+    """Returns the names of a comma-separated list."""
     return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
@@ -108,28 +135,28 @@ SETTINGS: dict[str, Setting] = {
         "`on`: record and export, to the default endpoint if none is configured; `off`: do nothing; `auto`: "
         "on if an OTLP endpoint or a local output is configured: console, request log, tape, dumps, "
         "metrics port",
-        _choice_parser("auto", "on", "off", "1", "0", "true", "false"),
+        parse_choice("auto", "on", "off", "1", "0", "true", "false"),
     ),
     "mode": Setting(
         "OTEL_INFER_MODE",
         "auto",
         "`sidecar`: a separate process reads and exports; `in-process`: a thread of the server does, at a "
         "higher cost; `auto`: sidecar if one can be started",
-        _choice_parser("auto", "sidecar", "in-process"),
+        parse_choice("auto", "sidecar", "in-process"),
     ),
     "steps": Setting(
         "OTEL_INFER_STEPS",
         "auto",
         "decode-step spans: `all`, `auto` (within the budget), `off` (then no request has a keep reason, "
         "and the request log is empty)",
-        _choice_parser("all", "auto", "off"),
+        parse_choice("all", "auto", "off"),
     ),
     "device_timing": Setting(
         "OTEL_INFER_DEVICE_TIMING",
         "auto",
         "`auto`: time GPU work by events on its streams, limited to about 0.3 % of the time by their expected cost; `off`: "
         "use the host's clock only",
-        _choice_parser("auto", "off"),
+        parse_choice("auto", "off"),
     ),
     "gpu_metrics": Setting(
         "OTEL_INFER_GPU_METRICS",
@@ -138,7 +165,7 @@ SETTINGS: dict[str, Setting] = {
         _parse_bool,
     ),
     "step_budget": Setting(
-        "OTEL_INFER_STEP_BUDGET", "2000", "decode-step spans per second and server, in `auto`", _parse_count
+        "OTEL_INFER_STEP_BUDGET", "2000", "decode-step spans per second and server, in `auto`", parse_count
     ),
     "budget": Setting(
         "OTEL_INFER_BUDGET",
@@ -218,7 +245,7 @@ SETTINGS: dict[str, Setting] = {
         "OTEL_INFER_INTEGRATIONS",
         "",
         "comma-separated: only these integrations; default: all that are found",
-        _parse_names,
+        parse_names,
     ),
     "latency_attributes": Setting(
         "OTEL_INFER_LATENCY_ATTRIBUTES",

@@ -126,7 +126,7 @@ def _is_placeholder(segment: str) -> bool:
 
 def derive_hash_key(text: str) -> bytes:
     """Returns the key for `sanitize_tenant`, from any text; empty for an empty text."""
-    return hashlib.sha256(text.encode()).digest() if text else b""
+    return hashlib.sha256(text.encode("utf-8", "surrogateescape")).digest() if text else b""
 
 
 def sanitize_tenant(name: str, key: bytes) -> str:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from otel_infer import _clock
-from otel_infer.config.environment import Config, from_json_dict
+from otel_infer.config.environment import Config, from_json_dict, hide_refused_values
 from otel_infer.export.console import Console
 from otel_infer.export.interfaces import RequestExporter
 from otel_infer.export.metrics.sender import MetricsSender
@@ -108,15 +108,18 @@ def make_pipeline(
     """Returns the pipeline as configured; its senders are running."""
     exporters: list[RequestExporter] = []
     sender = metrics_sender = None
-    if settings.exports_spans:
-        sender = BatchSender(
-            transport.make_transport(settings.traces_protocol, settings.traces_compression),
-            lambda: encode_resource_and_scope(resource),
-        )
+    with hide_refused_values():  # the SDK's exporters read the environment, and raise
+        if settings.exports_spans:
+            sender = BatchSender(
+                transport.make_transport(settings.traces_protocol, settings.traces_compression),
+                lambda: encode_resource_and_scope(resource),
+            )
+        if settings.exports_metrics:
+            metrics_sender = MetricsSender(settings.metrics_protocol, settings.metrics_compression)
+    if sender is not None:
         sender.start()
         exporters.append(OtlpSpanExporter(sender, settings.latency_attributes))
-    if settings.exports_metrics:
-        metrics_sender = MetricsSender(settings.metrics_protocol)
+    if metrics_sender is not None:
         metrics_sender.start()
     listeners = [Console()] if show or settings.console else []
     return Pipeline(

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from otel_infer._version import GPU_TIMING_STATUS, VERSION
 from otel_infer.cli.doctor.check import Check, State
-from otel_infer.config import environment
+from otel_infer.config import environment, propagators
 from otel_infer.config.environment import Config
 from otel_infer.config.settings import SETTINGS
 from otel_infer.gpu.nvml import NvmlState
@@ -70,6 +70,10 @@ def check_configuration(environ: Mapping[str, str]) -> Check:
     settings, errors = environment.from_env_or_defaults(environ)
     found = list(errors)
     do = [f"set {error.partition('=')[0]} to a value it accepts, or unset it" for error in errors]
+    unusable = propagators.describe_unusable()
+    if unusable:
+        found.append(unusable)
+        do.append(f"install the propagator, or change {propagators.VARIABLE}")
     for name, similar in _find_unknown_variables(environ):
         found.append(f"{name} is not a setting")
         do.append(f"set {similar} instead" if similar else f"unset {name}")

@@ -1,4 +1,4 @@
-"""Checks the destination with a real span and a real, empty export of metrics.
+"""Checks the destination with a real span, and with a metric point of the configured kind.
 
 The exports run in a separate process, because the exporters retry, log and may wait for long.
 """
@@ -35,6 +35,7 @@ _NO_METRICS_HINT = "if it accepts no metrics, set OTEL_METRICS_EXPORTER=none"
 _KNOWN_ERRORS: tuple[tuple[str, str, str], ...] = (
     (r"[Cc]onnection refused", "connection refused", _START_HINT),
     (r"BadStatusLine", "the server there speaks no HTTP/1", _HTTP_HINT),
+    (r"[Cc]onnection reset|[Cc]onnection aborted|RemoteDisconnected", "connection reset", _HTTP_HINT),
     (r"parsing HTTP/2|http1\.x|protocol error.*HTTP", "the server there speaks no gRPC", _GRPC_HINT),
     (
         r"not resolved|NameResolution|Name or service|errors resolving|DNS resolution|lookup failed",
@@ -129,7 +130,7 @@ def run_probe(options: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         if settings.exports_spans:
             yield {"what": "spans", **_send_span(sender, log)}
         if settings.exports_metrics:
-            yield {"what": "metrics", **_send_metrics(settings.metrics_protocol, log)}
+            yield {"what": "metrics", **_send_metrics(settings, log)}
 
 
 class _ExportLog(logging.Handler):
@@ -194,14 +195,22 @@ def _send_span(sender: Any, log: _ExportLog) -> dict[str, Any]:
     return {**result, "trace": trace_id.hex()}
 
 
-def _send_metrics(protocol: str, log: _ExportLog) -> dict[str, Any]:
-    from opentelemetry.sdk.metrics.export import MetricsData
-
+def _send_metrics(settings: environment.Config, log: _ExportLog) -> dict[str, Any]:
+    """Sends one point with the value 0: some receivers accept an empty export and refuse the temporality."""
+    from otel_infer.export.metrics.aggregator import MetricsAggregator
     from otel_infer.export.metrics.sender import make_metric_exporter
 
+    aggregator = MetricsAggregator(
+        resource={semconv.SERVICE_NAME: "otel-infer", semconv.DOCTOR: True},
+        temporality=settings.temporality,
+        exponential=settings.exponential_histograms,
+        started_at_unix_ns=_clock.read_clocks()[1],
+    )
+    aggregator.set_value(semconv.SELF_SPANS, {}, 0)
     log.reset_log()
     try:
-        accepted = make_metric_exporter(protocol).export(MetricsData(resource_metrics=[])).name == "SUCCESS"
+        exporter = make_metric_exporter(settings.metrics_protocol, settings.metrics_compression)
+        accepted = exporter.export(aggregator.collect(_clock.read_clocks()[1])).name == "SUCCESS"
     except Exception as error:
         return {
             "accepted": 0,

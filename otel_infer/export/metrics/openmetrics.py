@@ -32,7 +32,7 @@ def render_metrics(data: Any, *, is_open: bool) -> bytes:
                 lines += _render_family(_METRIC_BY_NAME[metric.name], metric.data.data_points, is_open)
     if is_open:
         lines.append("# EOF")
-    return ("\n".join(lines) + "\n").encode()
+    return ("\n".join(lines) + "\n").encode("utf-8", "replace")
 
 
 def _render_target_info(attributes: Mapping[str, Any], is_open: bool) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
+from importlib import import_module
 from typing import Any
 
 from opentelemetry.sdk.metrics import export
@@ -22,9 +23,9 @@ class MetricsSender(threading.Thread):
     (cumulative) or adds them (delta). The collections of a flush and of the end may wait in the queue.
     """
 
-    def __init__(self, protocol: str) -> None:
+    def __init__(self, protocol: str, compression: str = "") -> None:
         super().__init__(name="otel_infer-metrics", daemon=True)
-        self._exporter = make_metric_exporter(protocol)
+        self._exporter = make_metric_exporter(protocol, compression)
         self._condition = threading.Condition()
         self._pending: deque[Any] = deque()
         self._busy = self._closing = self._has_refused = False
@@ -90,15 +91,19 @@ class MetricsSender(threading.Thread):
         self.join(1.0)
 
 
-def make_metric_exporter(protocol: str) -> export.MetricExporter:
+def make_metric_exporter(protocol: str, compression: str = "") -> export.MetricExporter:
     """Returns the SDK's OTLP exporter: `grpc`, or HTTP for any other value.
 
-    It reads its settings from the environment.
+    `compression`: `none`, `gzip` or `deflate`; empty = none. It is passed on because the gRPC exporter
+    accepts only gzip from the environment (SDK 1.45). The exporter reads its other settings from there.
     """
     if protocol == "grpc":
         from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter as GrpcExporter
 
-        return GrpcExporter()
+        names = import_module("grpc").Compression
+        by_name = {"gzip": names.Gzip, "deflate": names.Deflate}
+        return GrpcExporter(compression=by_name.get(compression, names.NoCompression))
+    from opentelemetry.exporter.otlp.proto.http import Compression as HttpCompression
     from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter as HttpExporter
 
-    return HttpExporter()
+    return HttpExporter(compression=HttpCompression(compression or "none"))

@@ -71,8 +71,8 @@ def make_grpc_exporter(compression: str, interceptor: Callable[[Callable[[], byt
     """
     module = _import_exporter("grpc")
     names = import_module("grpc").Compression
-    _check_grpc_exporter(module)
     chosen = {"none": names.NoCompression, "gzip": names.Gzip, "deflate": names.Deflate}[compression]
+    _check_grpc_exporter(module, chosen)
     return _make_exporter_class(module, functools.partial(_BytesStub, interceptor))(compression=chosen)
 
 
@@ -133,8 +133,11 @@ def _check_http_exporter(make: Callable[..., Any]) -> None:
     _check_exporter("http", make, sent_bodies, "`export` calls no `encode_spans`, or takes no `session`")
 
 
-def _check_grpc_exporter(module: ModuleType) -> None:
-    """Exports to a stub that sends nothing. A channel connects only at its first call."""
+def _check_grpc_exporter(module: ModuleType, compression: Any) -> None:
+    """Exports to a stub that sends nothing. A channel connects only at its first call.
+
+    `compression` is passed on, because the exporter accepts only gzip from the environment (SDK 1.45).
+    """
     sent_bodies: list[bytes] = []
 
     class Stub:
@@ -142,7 +145,7 @@ def _check_grpc_exporter(module: ModuleType) -> None:
             sent_bodies.append(request)
 
     make = functools.partial(_make_exporter_class(module, lambda channel: Stub()), insecure=True)
-    make = functools.partial(make, endpoint="http://rehearsal.invalid")
+    make = functools.partial(make, endpoint="http://rehearsal.invalid", compression=compression)
     _check_exporter("grpc", make, sent_bodies, "`export` uses no `_translate_data`, or no `_stub`")
 
 

@@ -132,7 +132,20 @@ _TEXT_EVENTS: Mapping[int, Callable[..., Any]] = {code: event for event, code in
 make_tuple: Callable[[type, Iterable[Any]], Any] = tuple.__new__
 """Creates a named tuple from all its fields in order, in half the time of its constructor."""
 
-_encode_json = json.JSONEncoder(default=str, separators=(",", ":")).encode
+_encode_json = json.JSONEncoder(default=str, separators=(",", ":"), ensure_ascii=False).encode
+_SURROGATE = b"\\ud"
+"""The begin of a JSON escape of a surrogate, which a cell that this release wrote has only in pairs."""
+
+
+def decode_json(body: bytes) -> Any:
+    """Returns a JSON value whose strings are valid Unicode: `?` takes the place of a lone surrogate.
+
+    Raises `ValueError`, and `RecursionError` for a value that is nested too deep.
+    """
+    value = json.loads(body)
+    if _SURROGATE in body.lower():
+        value = json.loads(json.dumps(value, ensure_ascii=False).encode("utf-8", "replace"))
+    return value
 
 
 def clamp_count(number: Any) -> int:
@@ -146,7 +159,9 @@ def clamp_count(number: Any) -> int:
 
 
 def pack_text(event: AttributeSet | SpanEventAdded | NameUpdated | StateCarried | LinkDescribed) -> bytes:
-    """Returns a free-text event as bytes; values that JSON does not support are replaced by their `str`."""
+    """Returns a free-text event as bytes; values that JSON does not support are replaced by their `str`, and
+    lone surrogates by `?`.
+    """
     return _encode_json(event).encode("utf-8", "replace")
 
 
@@ -156,7 +171,7 @@ def unpack_request(code: int, body: bytes, text_of: Callable[[int], str]) -> Any
     Raises `ValueError` for an invalid one.
     """
     if code in _TEXT_EVENTS:
-        event = _TEXT_EVENTS[code](*json.loads(body.rstrip(b"\0")))
+        event = _TEXT_EVENTS[code](*decode_json(body.rstrip(b"\0")))
         if type(event.at) is not int:
             raise ValueError("the instant is not a whole number of ns")
         return event

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import FrozenInstanceError, asdict, replace
 from pathlib import Path
 
@@ -37,6 +38,19 @@ BAD = {
     "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": ("udp", "one of http/protobuf, grpc"),
     "OTEL_EXPORTER_OTLP_METRICS_PROTOCOL": ("udp", "one of http/protobuf, grpc"),
     "OTEL_METRIC_EXPORT_INTERVAL": ("0", "a whole number of milliseconds, 1 or more"),
+    "OTEL_ATTRIBUTE_COUNT_LIMIT": ("-1", "a whole number, 0 or more"),
+    "OTEL_ATTRIBUTE_VALUE_LENGTH_LIMIT": ("unlimited", "a whole number, 0 or more"),
+    "OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT": ("1e3", "a whole number, 0 or more"),
+    "OTEL_SPAN_ATTRIBUTE_VALUE_LENGTH_LIMIT": ("-5", "a whole number, 0 or more"),
+    "OTEL_SPAN_EVENT_COUNT_LIMIT": ("-1", "a whole number, 0 or more"),
+    "OTEL_SPAN_LINK_COUNT_LIMIT": ("many", "a whole number, 0 or more"),
+    "OTEL_EXPORTER_OTLP_COMPRESSION": ("zstd", "one of gzip, none, deflate"),
+    "OTEL_EXPORTER_OTLP_TRACES_COMPRESSION": ("br", "one of gzip, none, deflate"),
+    "OTEL_EXPORTER_OTLP_METRICS_COMPRESSION": ("br", "one of gzip, none, deflate"),
+    "OTEL_EXPORTER_OTLP_TIMEOUT": ("10s", "a number of seconds above 0"),
+    "OTEL_EXPORTER_OTLP_TRACES_TIMEOUT": ("inf", "a number of seconds above 0"),
+    "OTEL_EXPORTER_OTLP_METRICS_TIMEOUT": ("0", "a number of seconds above 0"),
+    "OTEL_EXPORTER_OTLP_METRICS_TEMPORALITY_PREFERENCE": ("deltaa", "one of cumulative, delta, lowmemory"),
 }
 ACCEPTS_ANYTHING = {
     "OTEL_INFER_RINGS",
@@ -83,6 +97,64 @@ def test_invalid_value_in_a_server_uses_the_default(variable: str) -> None:
     (error,) = errors
     assert variable in error
     assert "default" in error
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "grpc://host:4317"}, "http://host:4317 or https://host:4317"),
+        (
+            {"OTEL_EXPORTER_OTLP_ENDPOINT": "localhost:4318"},
+            "http://localhost:4318 or https://localhost:4318",
+        ),
+        ({"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "host"}, "or OTEL_EXPORTER_OTLP_TRACES_PROTOCOL=grpc"),
+        (
+            {"OTEL_TRACES_SAMPLER": "traceidratio", "OTEL_TRACES_SAMPLER_ARG": "5"},
+            "OTEL_TRACES_SAMPLER_ARG='5': expected a number from 0 to 1",
+        ),
+    ],
+    ids=["grpc scheme", "no scheme", "traces only", "ratio"],
+)
+def test_standard_values_that_depend_on_others_are_checked(environ: dict[str, str], expected: str) -> None:
+    with pytest.raises(InvalidSetting, match=re.escape(expected)):
+        from_env(environ)
+    settings, (message,) = from_env_or_defaults(environ)
+    assert expected in message
+    assert not settings.exports_spans
+    assert from_env({**environ, "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc", "OTEL_TRACES_SAMPLER": "always_on"})
+
+
+def test_an_invalid_metrics_endpoint_disables_metrics_only() -> None:
+    environ = {**ENDPOINT, "OTEL_EXPORTER_OTLP_METRICS_ENDPOINT": "collector"}
+    settings, (message,) = from_env_or_defaults(environ)
+    assert message.endswith("nothing is sent there")
+    assert (True, False) == (settings.exports_spans, settings.exports_metrics)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "instead"),
+    [
+        ("OTEL_TRACES_EXPORTER", "console", "set OTEL_INFER_CONSOLE=on"),
+        ("OTEL_METRICS_EXPORTER", "otlp,prometheus", "set OTEL_INFER_METRICS_PORT=9464"),
+        ("OTEL_TRACES_EXPORTER", "zipkin", "only otlp and none"),
+        ("OTEL_TRACES_SAMPLER", "xray", "using parentbased_always_on"),
+    ],
+)
+def test_values_for_other_sdks_are_reported_and_not_refused(variable: str, value: str, instead: str) -> None:
+    environ = {**ENDPOINT, variable: value}
+    settings, (message,) = from_env_or_defaults(environ)
+    assert variable in message
+    assert instead in message
+    assert settings == from_env(environ)
+
+
+def test_the_sidecar_does_not_inherit_refused_standard_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The exporters read the environment at their start, and raise."""
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "10s")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_COMPRESSION", "gzip")
+    environ = environment.sidecar_environment()
+    assert "OTEL_EXPORTER_OTLP_TIMEOUT" not in environ
+    assert environ["OTEL_EXPORTER_OTLP_COMPRESSION"] == "gzip"
 
 
 def test_all_invalid_values_are_reported_at_once() -> None:

@@ -199,7 +199,9 @@ class SlowCollector:
 def slow(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[Pipeline, SlowCollector]:
     """Returns a pipeline whose slow collector is processing the first export."""
     collector = SlowCollector()
-    monkeypatch.setattr(metrics_sender_module, "make_metric_exporter", lambda protocol: collector)
+    monkeypatch.setattr(
+        metrics_sender_module, "make_metric_exporter", lambda protocol, compression: collector
+    )
     metrics_sender = metrics_sender_module.MetricsSender("grpc")
     metrics_sender.start()
     rings = MergedReader()
