@@ -46,6 +46,8 @@ W_KEYFRAME_REQUESTED = 10
 """Written by the reader: counts its requests for a keyframe."""
 W_UNRECORDED = 11
 """Requests and engines that found no room; everything that was recorded is complete."""
+W_VALUES_CUT = 12
+"""Texts that were longer than an event allows: their values were cut."""
 W_PROCESSED_UNTIL = 13
 """Written by the reader: requests that ended well before this instant were exported. The next reader does not
 export them again.

@@ -12,6 +12,7 @@ import fcntl
 import mmap
 import os
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterator
 from operator import attrgetter
 from pathlib import Path
@@ -39,17 +40,18 @@ class _ProcessRings:
         """Instant up to which an earlier reader exported requests; 0 = there was none."""
         self.latest_event_at = 0
         self.was_alive = False
-        self.reported_unrecorded = self.count_unrecorded() if self.processed_until else 0
-        self.reported_errors = self.count_errors() if self.processed_until else 0
+        self.reported = self.read_counts() if self.processed_until else Counter[str]()
+        """Counts that an earlier reader has reported."""
 
-    def count_errors(self) -> int:
-        """Returns the number of probes that raised so far."""
-        return int(self.reader.header.words[layout.W_ERRORS])
-
-    def count_unrecorded(self) -> int:
-        """Returns the number of requests, engines and batches that found no room so far."""
-        lost = [int(steps.header.words[layout.W_LOST]) for steps, _, _ in self.engines]
-        return int(self.reader.header.words[layout.W_UNRECORDED]) + sum(lost)
+    def read_counts(self) -> Counter[str]:
+        """Returns what the writers of this process counted so far, see `MergedReader.counts`."""
+        words = self.reader.header.words
+        lost = sum(int(steps.header.words[layout.W_LOST]) for steps, _, _ in self.engines)
+        return Counter(
+            errors=int(words[layout.W_ERRORS]),
+            unrecorded=int(words[layout.W_UNRECORDED]) + lost,
+            values_cut=int(words[layout.W_VALUES_CUT]),
+        )
 
     def is_dead(self) -> bool:
         if self.descriptor < 0:
@@ -72,7 +74,7 @@ class MergedReader:
         self._checked_at = 0
         self._known_rings: set[str] = set()
         self.rejected: list[str] = []
-        self._errors_before = self._unrecorded_before = 0
+        self._counts_before: Counter[str] = Counter()
         self.has_seen_rings = False
         self.horizon = 0
         """Events up to this instant were returned (monotonic ns)."""
@@ -139,7 +141,7 @@ class MergedReader:
             steps = StepReader(memory, next(self._ring_numbers), taken_over=owner.processed_until > 0)
             owner.engines.append((steps, descriptor, file))
             if owner.processed_until:
-                owner.reported_unrecorded += int(steps.header.words[layout.W_LOST])
+                owner.reported["unrecorded"] += int(steps.header.words[layout.W_LOST])
             suffix = prefix.rpartition("-")[2]
             number = int(suffix) if suffix.isdecimal() else 0
             engine_seen = events.EngineSeen(0, owner.ring, steps.header.pid, steps.engine, number)
@@ -253,18 +255,15 @@ class MergedReader:
             if process.ring in numbers:
                 process.reader.header.words[layout.W_FLUSH_DONE] = np.uint64(numbers[process.ring])
 
-    def count_errors(self) -> int:
-        """Returns the number of probes that raised, in all processes so far."""
-        return self._errors_before + sum(
-            process.count_errors() - process.reported_errors for process in self._processes.values()
-        )
-
-    def count_unrecorded(self) -> int:
-        """Returns the number of requests, engines and batches that found no room, in all processes so far."""
-        processes = self._processes.values()
-        return self._unrecorded_before + sum(
-            process.count_unrecorded() - process.reported_unrecorded for process in processes
-        )
+    def read_counts(self) -> Counter[str]:
+        """Returns what all processes counted so far: `errors` (probes that raised), `unrecorded` (requests,
+        engines and batches that found no room), `values_cut` (events whose values were cut).
+        """
+        counts = Counter(self._counts_before)
+        for process in self._processes.values():
+            counts.update(process.read_counts())
+            counts.subtract(process.reported)
+        return counts
 
     def close(self, remove: bool) -> None:
         """Closes all rings; `remove` deletes the files of living processes too."""
@@ -319,8 +318,8 @@ class MergedReader:
 
     def _drop_process(self, prefix: str, remove: bool) -> None:
         process = self._processes.pop(prefix)
-        self._errors_before += process.count_errors() - process.reported_errors
-        self._unrecorded_before += process.count_unrecorded() - process.reported_unrecorded
+        self._counts_before.update(process.read_counts())
+        self._counts_before.subtract(process.reported)
         rings = [(process.descriptor, process.path), *((fd, path) for _, fd, path in process.engines)]
         for descriptor, path in rings:
             if descriptor >= 0:

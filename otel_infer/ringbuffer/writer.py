@@ -22,6 +22,7 @@ from otel_infer import _clock
 from otel_infer.ringbuffer import events, layout
 from otel_infer.ringbuffer.arena import Arena, choose_sizes
 from otel_infer.ringbuffer.layout import RingSizes
+from otel_infer.ringbuffer.text_limits import pack_text_to_fit
 
 
 def write_header(memory: mmap.mmap, sizes: RingSizes, text: dict[str, Any]) -> memoryview:
@@ -62,27 +63,6 @@ def _make_counter() -> Callable[[], int]:
             return count()
 
     return locked
-
-
-def _pack_text_to_fit(event: Any) -> bytes:
-    """Returns a free-text event as bytes, its texts halved until the ring takes it.
-
-    If the event is too long, its other fields are emptied too, except numbers.
-    """
-    limit = layout.MAX_PARTS * layout.PART_BYTES
-    packed = events.pack_text(event)
-    while len(packed) > limit:
-        event = type(event)(*(_shorten_field(field) for field in event))
-        packed = events.pack_text(event)
-    return packed
-
-
-def _shorten_field(field: Any) -> Any:
-    if isinstance(field, str):
-        return field[: len(field) // 2]
-    if isinstance(field, dict):
-        return {}
-    return field if isinstance(field, float) or (isinstance(field, int) and field < 1 << 63) else ""
 
 
 def _pack_head(code: int, part: int, parts: int) -> int:
@@ -228,7 +208,10 @@ class RequestWriter:
         """Writes an event that may need several cells."""
         known = events.LAYOUT_BY_EVENT.get(type(event))
         if known is None:
-            self._write_cells(events.TEXT_CODES[type(event)], handle, _pack_text_to_fit(event))
+            packed, is_cut = pack_text_to_fit(event, layout.MAX_PARTS * layout.PART_BYTES)
+            self.words[layout.W_VALUES_CUT] += is_cut
+            if packed:
+                self._write_cells(events.TEXT_CODES[type(event)], handle, packed)
         else:
             self._write_cells(
                 known.code, handle, known.packed.pack(*self._replace_strings(event, known.strings))

@@ -321,7 +321,7 @@ class Pipeline:
             metrics.set_value(semconv.SELF_LOST, {semconv.LOSS_REASON: reason}, count)
         for reason, count in self.sampler.dropped_steps.items():
             metrics.set_value(semconv.SELF_STEPS_DROPPED, {semconv.KEEP_REASON: reason}, count)
-        metrics.set_value(semconv.SELF_ERRORS, {}, self.rings.count_errors())
+        metrics.set_value(semconv.SELF_ERRORS, {}, self.rings.read_counts()["errors"])
         if self.sender is not None:
             metrics.set_value(semconv.SELF_SPANS, {}, self.sender.accepted)
             metrics.set_value(semconv.SELF_BYTES, {}, self.sender.bytes_sent)
@@ -330,12 +330,14 @@ class Pipeline:
 
     def count_losses(self) -> dict[str, int]:
         """Returns the losses by reason."""
+        counts = self.rings.read_counts()
         lost = {
             "events_overwritten": self.assembler.events_lost,
             "events_torn": self.assembler.events_torn,
             semconv.LOSS_OVER_BUDGET: self.sampler.dropped_steps.total(),
             "requests_not_converted": self.failed,
-            "not_recorded": self.rings.count_unrecorded(),
+            "not_recorded": counts["unrecorded"],
+            "values_cut": counts["values_cut"],
         }
         # Cumulative metrics are sent again anyway.
         if self._metrics_sender is not None and self.metrics.is_delta:

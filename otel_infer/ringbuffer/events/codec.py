@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from otel_infer.ringbuffer.events.devices import MemoryRefused, MemorySeen, StageTimed, StepTimed
+from otel_infer.ringbuffer.events.plain_values import to_plain
 from otel_infer.ringbuffer.events.processes import (
     HooksReported,
     MarkSeen,
@@ -132,7 +133,7 @@ _TEXT_EVENTS: Mapping[int, Callable[..., Any]] = {code: event for event, code in
 make_tuple: Callable[[type, Iterable[Any]], Any] = tuple.__new__
 """Creates a named tuple from all its fields in order, in half the time of its constructor."""
 
-_encode_json = json.JSONEncoder(default=str, separators=(",", ":"), ensure_ascii=False).encode
+_encode_json = json.JSONEncoder(default=to_plain, separators=(",", ":"), ensure_ascii=False).encode
 _SURROGATE = b"\\ud"
 """The begin of a JSON escape of a surrogate, which a cell that this release wrote has only in pairs."""
 
@@ -162,7 +163,11 @@ def pack_text(event: AttributeSet | SpanEventAdded | NameUpdated | StateCarried 
     """Returns a free-text event as bytes; values that JSON does not support are replaced by their `str`, and
     lone surrogates by `?`.
     """
-    return _encode_json(event).encode("utf-8", "replace")
+    try:
+        text = _encode_json(event)
+    except Exception:  # a cycle, a deep value, a huge integer, or an object whose `str` raises
+        text = _encode_json([to_plain(field) for field in event])
+    return text.encode("utf-8", "replace")
 
 
 def unpack_request(code: int, body: bytes, text_of: Callable[[int], str]) -> Any:

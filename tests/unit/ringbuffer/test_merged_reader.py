@@ -460,9 +460,9 @@ def test_unrecorded_requests_stay_counted_after_process_death(folder: Path) -> N
     rings = MergedReader()
     with Process(folder, work):
         rings.discover_rings(folder, 1)
-        assert rings.count_unrecorded() == 3
+        assert rings.read_counts()["unrecorded"] == 3
     rings.poll(SECOND)
-    assert (rings.count_writers(), rings.count_unrecorded()) == (0, 3)
+    assert (rings.count_writers(), rings.read_counts()["unrecorded"]) == (0, 3)
 
 
 def test_errors_stay_counted_after_process_death(folder: Path) -> None:
@@ -475,10 +475,10 @@ def test_errors_stay_counted_after_process_death(folder: Path) -> None:
     with Process(folder, work):
         rings.discover_rings(folder, 1)
         rings.poll(1)
-        assert rings.count_errors() == 3
+        assert rings.read_counts()["errors"] == 3
     rings.poll(SECOND)
     assert rings.count_writers() == 0
-    assert rings.count_errors() == 3
+    assert rings.read_counts()["errors"] == 3
 
 
 # ── restart of the reader ────────────────────────────────────────────────────────────────────────────────────────
@@ -527,11 +527,11 @@ def test_a_new_reader_counts_only_new_errors() -> None:
     writer.words[layout.W_ERRORS], writer.words[layout.W_UNRECORDED], steps.words[layout.W_LOST] = 3, 2, 1
     for name, memory in arena.buffers:
         rings.add_ring(name, memory, SECOND)
-    assert (rings.count_errors(), rings.count_unrecorded()) == (0, 0)
+    assert (rings.read_counts()["errors"], rings.read_counts()["unrecorded"]) == (0, 0)
     writer.words[layout.W_ERRORS], steps.words[layout.W_LOST] = 4, 3
-    assert (rings.count_errors(), rings.count_unrecorded()) == (1, 2)
+    assert (rings.read_counts()["errors"], rings.read_counts()["unrecorded"]) == (1, 2)
     rings.close(remove=False)
-    assert (rings.count_errors(), rings.count_unrecorded()) == (1, 2), (
+    assert (rings.read_counts()["errors"], rings.read_counts()["unrecorded"]) == (1, 2), (
         "the counts stay when the process has ended"
     )
 

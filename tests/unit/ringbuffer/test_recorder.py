@@ -81,7 +81,7 @@ def count_unrecorded(arena: MemoryArena) -> int:
     rings = MergedReader()
     for name, memory in arena.buffers:
         rings.add_ring(name, memory, 1)
-    return rings.count_unrecorded()
+    return rings.read_counts()["unrecorded"]
 
 
 # ── making rings ─────────────────────────────────────────────────────────────────────────────────────────────────
@@ -289,14 +289,13 @@ def test_a_model_name_of_another_type_is_harmless(recording: Recorder, model: An
     [
         events.AttributeSet(1, "db.statement", "select " * 5000),
         events.AttributeSet(1, "emoji", "😀" * 5000),
-        events.AttributeSet(1, "key " * 2000, "value " * 2000),
         events.AttributeSet(1, "ids", list(range(5000))),
         events.AttributeSet(1, "huge", 10**4000),
         events.SpanEventAdded(1, "e" * 9000, {"a": "b" * 9000}),
         events.LinkDescribed(1, "ab" * 8, {"a": "b" * 9000}),
         events.NameUpdated(1, "n" * 9000),
     ],
-    ids=["text", "emoji", "key", "list", "number", "event", "link", "name"],
+    ids=["text", "emoji", "list", "number", "event", "link", "name"],
 )
 def test_a_long_text_is_truncated_without_torn_cells(recording: Recorder, arenas: Arenas, event: Any) -> None:
     handle = recording.open_request(arrival())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -92,7 +93,7 @@ def test_exemplars_need_exporters_and_unrecorded_requests_are_counted(
         pipeline = Pipeline(Config(), MergedReader(), exporters, None, {}, None, 0)  # type: ignore[arg-type]
         enabled.append(pipeline.metrics._exemplars_enabled)
     assert enabled == [False, True]
-    monkeypatch.setattr(MergedReader, "count_unrecorded", lambda rings: 7)
+    monkeypatch.setattr(MergedReader, "read_counts", lambda rings: Counter(unrecorded=7))
     assert pipeline.count_losses()["not_recorded"] == 7
 
 
