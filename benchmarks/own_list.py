@@ -18,19 +18,20 @@ from benchmarks.hook_cases import (
     repeat_functions,
 )
 from otel_infer import _clock
-from otel_infer._bootstrap import install
+from otel_infer.config import environment
 from otel_infer.instrumentation.hooks.probe import Hook
 from otel_infer.ringbuffer import events
 from otel_infer.ringbuffer.arena import MemoryArena
 from otel_infer.ringbuffer.batch_writer import BatchWriter
 from otel_infer.ringbuffer.recorder import recorder
 from otel_infer.tracing import request_span, start
+from otel_infer.tracing.sampler import create_span_factory
 
 
 def record_in_memory() -> None:
     """Records into rings without a reader; the writer's work is the same."""
     recorder.start(MemoryArena, lambda: None, lambda reason: None)
-    request_span.span_factory = install._create_span_factory(None, environment.from_env())
+    request_span.span_factory = create_span_factory(None, environment.from_env())
 
 
 class OwnList:

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 from otel_infer import _clock
 from otel_infer._bootstrap import startup_message
-from otel_infer.config import environment, propagators, standard_variables
+from otel_infer.config import environment, propagators
 from otel_infer.config.environment import Config
+from otel_infer.config.resource import detect_resource
 from otel_infer.gpu.timing import timing
 from otel_infer.instrumentation import registry
 from otel_infer.instrumentation.hooks import probe
@@ -28,10 +29,10 @@ from otel_infer.ringbuffer import directory, layout
 from otel_infer.ringbuffer.arena import Arena, FileArena, MemoryArena, RingUnavailable
 from otel_infer.ringbuffer.recorder import SERVER, recorder
 from otel_infer.sidecar import launcher
-from otel_infer.tracing import process_start, request_span, span_ids, start
+from otel_infer.tracing import process_start, request_span, start
+from otel_infer.tracing.sampler import create_span_factory
 
 if TYPE_CHECKING:
-    from opentelemetry.sdk.trace.sampling import Sampler
     from opentelemetry.trace import TracerProvider
 
     from otel_infer.sidecar.in_process import InProcessReader
@@ -85,7 +86,7 @@ class _Installation:
         integrations = registry.load_instrumentors()
         if any(_is_run_as(helper) for integration in integrations for helper in integration.helpers):
             return False
-        request_span.span_factory = _create_span_factory(provider, self.settings)
+        request_span.span_factory = create_span_factory(provider, self.settings)
         recorder.start(
             self._create_arena,
             self._ensure_reader,
@@ -209,8 +210,10 @@ class _Installation:
                 self._ensure_reader_thread(recorder.arena)
             elif self.folder is not None:
                 self._ensure_sidecar(self.folder)
-        if not self._is_startup_reported:
+        # Without rings the sidecar could not be started; the fallback that follows has its own message.
+        if not self._is_startup_reported and recorder.requests is not None:
             self._is_startup_reported = True
+            atexit.unregister(process_start.record_process_exit)
             # atexit calls the last registered function first, so the reader still runs then.
             atexit.register(process_start.record_process_exit)
             if recorder.role == SERVER:
@@ -300,53 +303,10 @@ class _Installation:
 installation = _Installation()
 
 
-def detect_resource() -> dict[str, Any]:
-    """Returns the resource of this server, by standard variables and detectors.
-
-    `service.name` is only in it if it is configured.
-    """
-    from opentelemetry.sdk.resources import Resource
-
-    attributes = {
-        key: standard_variables.replace_invalid(value) if isinstance(value, str) else value
-        for key, value in Resource.create().attributes.items()
-    }
-    if str(attributes.get("service.name", "")).startswith("unknown_service"):
-        del attributes["service.name"]
-    return attributes
-
-
 def _is_run_as(module: str) -> bool:
     """Returns whether this process was started as `python -m module`, before `sys.argv` shows it."""
     arguments = sys.orig_argv
     return "-m" in arguments and arguments[arguments.index("-m") + 1 :][:1] == [module]
-
-
-def _create_span_factory(provider: TracerProvider | None, settings: Config) -> span_ids.SpanFactory:
-    if provider is not None:
-        return span_ids.ProviderSpanFactory(provider.get_tracer("otel_infer"))
-    from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
-
-    limits = span_ids.Limits(
-        settings.attribute_limit, settings.event_limit, settings.link_limit, settings.attribute_length_limit
-    )
-    return span_ids.SdkSpanFactory(_create_sampler(settings), RandomIdGenerator(), limits)
-
-
-def _create_sampler(settings: Config) -> Sampler:
-    """Returns the sampler that the standard variables configure."""
-    from opentelemetry.sdk.trace import sampling
-
-    rate = float(settings.sampler_argument or 1.0) if settings.ratio_sampling else 1.0
-    samplers: dict[str, Sampler] = {
-        "always_on": sampling.ALWAYS_ON,
-        "always_off": sampling.ALWAYS_OFF,
-        "traceidratio": sampling.TraceIdRatioBased(rate),
-        "parentbased_always_on": sampling.DEFAULT_ON,
-        "parentbased_always_off": sampling.DEFAULT_OFF,
-        "parentbased_traceidratio": sampling.ParentBasedTraceIdRatio(rate),
-    }
-    return samplers[settings.sampler]
 
 
 def _print_stderr(line: str) -> None:

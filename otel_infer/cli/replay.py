@@ -152,7 +152,7 @@ def _format_record(record: RequestRecord) -> str:
 
 
 def _export_recording(path: Path) -> int:
-    from otel_infer._bootstrap.install import detect_resource
+    from otel_infer.config.resource import detect_resource
     from otel_infer.ringbuffer.merged_reader import MergedReader
     from otel_infer.sidecar.main import make_pipeline
 
@@ -177,7 +177,6 @@ def _export_recording(path: Path) -> int:
 
 def _feed_recording(path: Path, pipeline: Pipeline) -> None:
     """Exports the events of a tape through the pipeline, and closes it."""
-    from otel_infer import _clock
 
     horizon = 0
     for batch in file.read_batches(path):

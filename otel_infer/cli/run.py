@@ -19,8 +19,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from otel_infer import _clock
-from otel_infer._bootstrap.install import detect_resource
 from otel_infer.config.environment import Config, child_environment, from_env, prepend_python_path
+from otel_infer.config.resource import detect_resource
 from otel_infer.ringbuffer import directory, layout
 from otel_infer.ringbuffer.arena import RingUnavailable
 from otel_infer.sidecar import launcher

@@ -12,8 +12,8 @@ import signal
 import sys
 from pathlib import Path
 
-from otel_infer._bootstrap.install import detect_resource
 from otel_infer.config import environment
+from otel_infer.config.resource import detect_resource
 from otel_infer.ringbuffer import directory
 from otel_infer.ringbuffer.arena import RingUnavailable
 

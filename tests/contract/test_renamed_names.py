@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from otel_infer import cli, semconv
-from otel_infer._bootstrap.install import detect_resource
 from otel_infer.config import environment
+from otel_infer.config.resource import detect_resource
 from otel_infer.ringbuffer.merged_reader import MergedReader
 from otel_infer.sidecar.main import make_pipeline
 from otel_infer.sidecar.recording import file

@@ -179,7 +179,7 @@ class _ExportLog(logging.Handler):
 
 
 def _send_span(sender: Any, log: _ExportLog) -> dict[str, Any]:
-    from otel_infer._bootstrap.install import detect_resource
+    from otel_infer.config.resource import detect_resource
     from otel_infer.export import otlp
     from otel_infer.export.spans.exporter import encode_resource_and_scope
 

@@ -12,10 +12,10 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from otel_infer._bootstrap.install import detect_resource
 from otel_infer.cli.doctor.check import Check, State
 from otel_infer.cli.doctor.probe_process import MAX_REASON_CHARS
 from otel_infer.config.environment import Config
+from otel_infer.config.resource import detect_resource
 from otel_infer.ringbuffer import directory, layout
 from otel_infer.ringbuffer.arena import (
     FileArena,
