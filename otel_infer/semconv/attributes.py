@@ -209,7 +209,29 @@ INTEGRATION = "infer.integration"
 HOOK_STATE = "infer.hook.state"
 HOOK_ACTIVE, HOOK_MISSING = "active", "missing"
 LOSS_REASON = "infer.loss.reason"
+LOSS_REFUSED = "refused"
+LOSS_QUEUE_FULL = "queue_full"
+LOSS_NOT_ENCODED = "not_encoded"
+LOSS_METRICS_REFUSED = "metrics_refused"
 LOSS_OVER_BUDGET = "steps_over_budget"
+LOSS_EVENTS_OVERWRITTEN = "events_overwritten"
+LOSS_EVENTS_TORN = "events_torn"
+LOSS_NOT_RECORDED = "not_recorded"
+LOSS_NOT_CONVERTED = "requests_not_converted"
+LOSS_VALUES_CUT = "values_cut"
+LOSS_REASONS = (
+    LOSS_REFUSED,
+    LOSS_QUEUE_FULL,
+    LOSS_NOT_ENCODED,
+    LOSS_METRICS_REFUSED,
+    LOSS_OVER_BUDGET,
+    LOSS_EVENTS_OVERWRITTEN,
+    LOSS_EVENTS_TORN,
+    LOSS_NOT_RECORDED,
+    LOSS_NOT_CONVERTED,
+    LOSS_VALUES_CUT,
+)
+"""Every reason has a series from the start, so that `rate()` and `increase()` see its first loss."""
 """Step spans that did not fit the budget; no request is lost."""
 CPU_MODE = "cpu.mode"
 DOCTOR = "infer.doctor"

@@ -332,16 +332,17 @@ class Pipeline:
         """Returns the losses by reason."""
         counts = self.rings.read_counts()
         lost = {
-            "events_overwritten": self.assembler.events_lost,
-            "events_torn": self.assembler.events_torn,
+            **dict.fromkeys(semconv.LOSS_REASONS, 0),
+            semconv.LOSS_EVENTS_OVERWRITTEN: self.assembler.events_lost,
+            semconv.LOSS_EVENTS_TORN: self.assembler.events_torn,
             semconv.LOSS_OVER_BUDGET: self.sampler.dropped_steps.total(),
-            "requests_not_converted": self.failed,
-            "not_recorded": counts["unrecorded"],
-            "values_cut": counts["values_cut"],
+            semconv.LOSS_NOT_CONVERTED: self.failed,
+            semconv.LOSS_NOT_RECORDED: counts["unrecorded"],
+            semconv.LOSS_VALUES_CUT: counts["values_cut"],
         }
         # Cumulative metrics are sent again anyway.
         if self._metrics_sender is not None and self.metrics.is_delta:
-            lost["metrics_refused"] = self._metrics_sender.failed_exports
+            lost[semconv.LOSS_METRICS_REFUSED] = self._metrics_sender.failed_exports
         if self.sender is not None:
             lost.update(self.sender.lost)
         return lost

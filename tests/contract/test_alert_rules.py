@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,8 +11,10 @@ from typing import Any, NamedTuple
 import pytest
 import yaml
 
+from otel_infer import semconv
 from otel_infer.cli.alerts import rules_to_yaml
 from otel_infer.monitoring.alerts import burn_rate_rules, slo_spec
+from otel_infer.monitoring.alerts.cause_alerts import CAUSE_ALERTS
 from tests.stack.tools import tool
 
 J = 'job="s",instance="i"'
@@ -265,6 +268,31 @@ def test_the_first_event_of_a_new_series_fires(tmp_path: Path, alert: str) -> No
         tmp_path,
         alert,
         [{**series, "promql_expr_test": [firing(alert, "22m", 1), firing(alert, "50m", None)]}],
+    )
+
+
+def test_alerts_on_single_events_are_pending_for_less_than_their_window() -> None:
+    """Otherwise a single burst leaves the window before the alert fires."""
+    minutes = {"0s": 0, "5m": 5, "10m": 10, "15m": 15}
+    for alert in CAUSE_ALERTS:
+        if "unless max_over_time" in alert.expr:
+            window = min(int(length) for length in re.findall(r"increase\(.*?\[(\d+)m\]", alert.expr))
+            assert minutes[alert.pending_period] < window, alert.name
+
+
+LOSSES = [reason for reason in semconv.LOSS_REASONS if reason not in ("steps_over_budget", "values_cut")]
+
+
+@pytest.mark.parametrize("reason", LOSSES)
+def test_one_burst_of_losses_fires(tmp_path: Path, reason: str) -> None:
+    """The series is there with 0, rises once, and then stays."""
+    name = f'infer_self_lost_total{{{J},infer_loss_reason="{reason}"}}'
+    series = {"interval": "1m", "input_series": [{"series": name, "values": "0x30 3393x60"}]}
+    expected = [("29m", None), ("33m", 1), ("50m", None)]
+    run_promtool(
+        tmp_path,
+        "TelemetryDropping",
+        [{**series, "promql_expr_test": [firing("TelemetryDropping", *each) for each in expected]}],
     )
 
 

@@ -42,10 +42,6 @@ Each part costs the compressing thread one wait for the GIL.
 STEPS_PER_CALL = 4096
 """Steps per encoding call: half a megabyte, so that the copy of the output reads from the CPU cache."""
 
-LOST_UNENCODED = "not_encoded"
-LOST_QUEUE = "queue_full"
-LOST_REFUSED = "refused"
-
 
 class SpanBatch(NamedTuple):
     """One export request: encoded parts, the number of their spans, and their size in bytes."""
@@ -77,7 +73,7 @@ class BatchSender(threading.Thread):
         """Queues a batch, or counts it as lost if the queue is full or the sender is closing."""
         with self._condition:
             if self._closing or self._queued_bytes + batch.size > QUEUE_BYTES:
-                self.lost[LOST_QUEUE] += batch.spans
+                self.lost[semconv.LOSS_QUEUE_FULL] += batch.spans
                 return
             self._queued_bytes += batch.size
             self._queue.append(batch)
@@ -108,7 +104,7 @@ class BatchSender(threading.Thread):
         done = self.flush(timeout)
         with self._condition:
             if not done:
-                self.lost[LOST_REFUSED] += sum(batch.spans for batch in self._queue)
+                self.lost[semconv.LOSS_REFUSED] += sum(batch.spans for batch in self._queue)
                 self._queue.clear()
             self._closing = True
             self._condition.notify_all()
@@ -127,7 +123,7 @@ class BatchSender(threading.Thread):
         self.accepted += result.accepted
         self.bytes_sent += batch.size
         if result.rejected:
-            self.lost[LOST_REFUSED] += result.rejected
+            self.lost[semconv.LOSS_REFUSED] += result.rejected
             self.last_refusal = result.reason or ""
 
 
@@ -207,7 +203,7 @@ class OtlpSpanExporter:
                 request_bytes = b"".join(map(otlp.encode_span, spans))
             except Exception:  # one request must not stop the others
                 log.exception("spans of a request were not encoded: trace %s", spans[0].trace_id.hex())
-                self._sender.lost[LOST_UNENCODED] += len(spans)
+                self._sender.lost[semconv.LOSS_NOT_ENCODED] += len(spans)
                 continue
             encoded.append(request_bytes)
             count, size = count + len(spans), size + len(request_bytes)

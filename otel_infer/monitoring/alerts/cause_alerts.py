@@ -235,7 +235,7 @@ CAUSE_ALERTS: Sequence[CauseAlert] = (
     CauseAlert(
         "DeviceMemoryShort",
         TICKET,
-        _OVER_5M.count_occurrences(semconv.MARKS, label_equals(semconv.MARK_NAME, semconv.MARK_ALLOCATOR_RETRY), by=BY_JOB),
+        _OVER_10M.count_occurrences(semconv.MARKS, label_equals(semconv.MARK_NAME, semconv.MARK_ALLOCATOR_RETRY), by=BY_JOB),
         "5m",
         "the allocator of {{ $labels.job }} frees its cache and retries",
         "Torch's allocator found no free block of sufficient size. Freeing its cache stops the device.",
@@ -312,8 +312,12 @@ CAUSE_ALERTS: Sequence[CauseAlert] = (
     CauseAlert(
         "TelemetryDropping",
         TICKET,
-        f"{_OVER_5M.rate(semconv.SELF_LOST, label_not_matches(semconv.LOSS_REASON, semconv.LOSS_OVER_BUDGET), by=(*BY_JOB, semconv.LOSS_REASON))} > 0",
-        "5m",
+        _OVER_10M.count_occurrences(
+            semconv.SELF_LOST,
+            label_not_matches(semconv.LOSS_REASON, f"{semconv.LOSS_OVER_BUDGET}|{semconv.LOSS_VALUES_CUT}"),
+            by=(*BY_JOB, semconv.LOSS_REASON),
+        ),
+        "0s",
         "{{ $labels.job }} loses telemetry: {{ $labels.infer_loss_reason }}",
         "Events or spans are lost. Requests are still served.",
         "traces are missing",
