@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import logging
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -28,6 +29,8 @@ from otel_infer.assembly.request_fragments import RequestFragments
 from otel_infer.assembly.requests.conclude import OpenRequest, build_records
 from otel_infer.assembly.startup import StartupTracker
 from otel_infer.ringbuffer import events
+
+log = logging.getLogger(__name__)
 
 GRACE_NS = 300_000_000
 """How long an ended request waits for events that happened before its end and are read after it."""
@@ -80,17 +83,23 @@ class Assembler:
 
     def feed_events(self, recorded: Iterable[events.RecordedEvent]) -> None:
         """Applies events, in order of time."""
-        handlers = self._handlers
         for ring, handle, event in recorded:
-            if event.at > self._due:
-                self._close_due_requests(event.at - 1)
-            handler = handlers.get(type(event))
-            if handler is not None:
-                handler(ring, handle, event)
-                continue
-            request = self.open_requests.get((ring, handle)) or self._fragments.get((ring, handle))
-            if request is not None and not request.apply_event(event):
+            try:
+                self._feed_event(ring, handle, event)
+            except Exception:  # what one event holds must not keep the others from being applied
                 self.events_torn += 1
+                log.debug("an event of type %s was not applied", type(event).__name__, exc_info=True)
+
+    def _feed_event(self, ring: int, handle: int, event: Any) -> None:
+        if event.at > self._due:
+            self._close_due_requests(event.at - 1)
+        handler = self._handlers.get(type(event))
+        if handler is not None:
+            handler(ring, handle, event)
+            return
+        request = self.open_requests.get((ring, handle)) or self._fragments.get((ring, handle))
+        if request is not None and not request.apply_event(event):
+            self.events_torn += 1
 
     def drain_records(self, horizon: int) -> list[RequestRecord]:
         """Returns the requests that ended so long before `horizon` (monotonic ns) that no event can follow."""

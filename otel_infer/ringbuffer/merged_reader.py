@@ -164,8 +164,13 @@ class MergedReader:
     def poll(self, now: int, final: bool = False) -> list[events.RecordedEvent]:
         """Returns the events up to the instant of the previous poll, ordered by time; `final`: all events."""
         self.fill_ratio = 0.0
-        for process in self._processes.values():
-            request_events = self._poll_process(process, now, final)
+        for prefix, process in list(self._processes.items()):
+            try:
+                request_events = self._poll_process(process, now, final)
+            except Exception as error:  # a damaged ring must not stop the others from being read
+                self.rejected.append(f"{prefix}: {type(error).__name__}: {error}")
+                self._drop_process(prefix, remove=False)
+                continue
             self.fill_ratio = max(
                 self.fill_ratio,
                 process.reader.fill_ratio,

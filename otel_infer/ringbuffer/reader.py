@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import mmap
-import struct
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,6 +25,10 @@ PENDING_CELLS = 4096
 WINDOW = 256
 """Cells that are examined together. Examining the whole ring at each poll would evict the processor's cache.
 """
+
+
+MAX_COUNTER = 1 << 48
+"""Counters beyond this are damage: a writer of a million events a second reaches it after nine years."""
 
 
 class RingNotReady(Exception):
@@ -173,13 +176,26 @@ class RequestReader:
         """
         begin, count = self._next, len(self._window)
         while True:
-            # Both ends, because a cell with a torn head and a new tail is torn, not unwritten.
-            newest = int(self._cells[(begin + self._window) % self.header.cells][:, ::7].max())
+            newest = self._max_counter((begin + self._window) % self.header.cells)
             if newest < begin + count:
                 return max(newest, begin)
             if newest > begin + count:  # the writer has lapped this reader
-                return int(self._cells[:, ::7].max())
+                return self._max_counter(np.arange(self.header.cells))
             begin = newest
+
+    def _max_counter(self, positions: Any) -> int:
+        """Returns the largest counter at these positions that a writer can have put there.
+
+        A cell with a torn head and a new tail is torn, not unwritten, so both ends count. An end that is far
+        beyond all whole cells is damage.
+        """
+        ends = self._cells[positions][:, ::7]
+        belongs = (ends - np.uint64(1)) % np.uint64(self.header.cells) == positions[:, None].astype(np.uint64)
+        belongs &= ends < MAX_COUNTER
+        whole = belongs.all(axis=1) & (ends[:, 0] == ends[:, 1])
+        newest_whole = int(ends[whole, 0].max(initial=0))
+        reach = max(newest_whole, self._next) + len(self._window)
+        return int(ends[belongs & (ends <= reach)].max(initial=0))
 
     def _read_cells(self, upto: int, final: bool) -> list[events.RecordedEvent]:
         recorded: list[events.RecordedEvent] = []
@@ -229,7 +245,7 @@ class RequestReader:
             body = whole
         try:
             decoded = events.unpack_request(code, body, self.get_string)
-        except (ValueError, TypeError, IndexError, struct.error):
+        except Exception:  # whatever a damaged cell holds, the others are read
             self.torn += 1
             return
         recorded += [

@@ -7,7 +7,6 @@ After an overwrite, reading continues at the oldest record that is safe, and the
 from __future__ import annotations
 
 import mmap
-import struct
 from collections.abc import Iterator
 
 import numpy as np
@@ -23,7 +22,7 @@ class StepReader:
         self.header = RingHeader(memory)
         self.ring = ring
         self._memory = memory
-        if layout.PAGE + self.header.cells * layout.CELL_BYTES > len(memory):
+        if self.header.cells < 1 or layout.PAGE + self.header.cells * layout.CELL_BYTES > len(memory):
             raise InvalidRing("sizes in the header exceed the file")
         words = np.frombuffer(memory, np.uint64, self.header.cells * 8, layout.PAGE)
         self._heads: Words = words.reshape(self.header.cells, 8)[:, 0]
@@ -131,7 +130,7 @@ class StepReader:
                 body = copy[at + layout.RECORD_HEAD.size : at + length - layout.RECORD_TAIL.size]
                 try:
                     event = events.unpack_step(code, body)
-                except (ValueError, struct.error):
+                except Exception:  # a damaged record is skipped as lost
                     return
                 yield events.make_tuple(events.RecordedEvent, (self.ring, 0, event))
             self._last_read = self._next

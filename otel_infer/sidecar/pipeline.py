@@ -98,7 +98,19 @@ class Pipeline:
             self._gpu_poller.start()
 
     def run_cycle(self, now: int, final: bool = False) -> bool:
-        """Reads, assembles and exports; returns whether there were events. `final`: the last cycle."""
+        """Reads, assembles and exports; returns whether there were events. `final`: the last cycle.
+
+        An error ends the cycle and not the reader: what it had read is lost and counted, the next cycle reads
+        on.
+        """
+        try:
+            return self._run_cycle(now, final)
+        except Exception:
+            self.failed += 1
+            log.exception("a cycle failed")
+            return True
+
+    def _run_cycle(self, now: int, final: bool) -> bool:
         for throttled in self._gpu_poller.drain_events() if self._gpu_poller is not None else ():
             self.rings.add_event(RecordedEvent(SERVER_RING, 0, throttled))
         recorded = self.rings.poll(now, final)

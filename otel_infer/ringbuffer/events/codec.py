@@ -52,6 +52,9 @@ from otel_infer.ringbuffer.events.requests import (
 )
 from otel_infer.ringbuffer.events.steps import BlocksSized, StepDone, StepExecuted, StepScheduled, WaitingSeen
 
+MAX_INSTANT = 1 << 62
+"""ns; a monotonic clock reaches it after 146 years."""
+
 
 class RecordedEvent(NamedTuple):
     """Event with its origin: ring number (one process or engine) and request handle (0 = no request)."""
@@ -176,10 +179,10 @@ def unpack_request(code: int, body: bytes, text_of: Callable[[int], str]) -> Any
     Raises `ValueError` for an invalid one.
     """
     if code in _TEXT_EVENTS:
-        event = _TEXT_EVENTS[code](*decode_json(body.rstrip(b"\0")))
+        event = _TEXT_EVENTS[code](*map(to_plain, decode_json(body.rstrip(b"\0"))))
         if type(event.at) is not int:
             raise ValueError("the instant is not a whole number of ns")
-        return event
+        return _check_instant(event)
     layout = LAYOUT_BY_CODE.get(code)
     if layout is None:
         raise ValueError(f"unknown event code {code}")
@@ -188,7 +191,14 @@ def unpack_request(code: int, body: bytes, text_of: Callable[[int], str]) -> Any
         fields = list(fields)
         for i in layout.strings:
             fields[i] = text_of(fields[i])
-    return make_tuple(layout.event, fields)
+    return _check_instant(make_tuple(layout.event, fields))
+
+
+def _check_instant(event: Any) -> Any:
+    """Returns the event; raises `ValueError` for an instant that the clock of a host never has."""
+    if not 0 <= event.at < MAX_INSTANT:
+        raise ValueError("the instant is outside of the clock")
+    return event
 
 
 def expand(event: Any) -> tuple[Any, ...]:
@@ -207,6 +217,8 @@ def expand(event: Any) -> tuple[Any, ...]:
 # ── layouts of step events ───────────────────────────────────────────────────────────────────────────────────────
 SCHEDULED_CODE = 1
 DONE_CODE = 2
+MAX_STEP = 1 << 62
+"""Steps are counted from 1 or by the engine; larger numbers are damage, and too large for the step table."""
 
 
 COLUMN = 0xFFFF
@@ -235,6 +247,8 @@ def unpack_step(code: int, body: bytes) -> StepScheduled | StepDone:
     if code == SCHEDULED_CODE:
         head = SCHEDULED_HEAD.unpack_from(body)
         at, step, keyframe, n_left, n_joined, n_tokens, size, used, total, running, waiting = head
+        if step >= MAX_STEP or not 0 <= at < MAX_INSTANT:
+            raise ValueError("the step or its instant is out of range")
         change = _read_numbers(body, SCHEDULED_HEAD.size, n_left + n_joined)
         tokens = (
             _read_exceptions(body, SCHEDULED_HEAD.size + 4 * len(change), n_tokens, size) if n_tokens else ()
@@ -244,6 +258,8 @@ def unpack_step(code: int, body: bytes) -> StepScheduled | StepDone:
         return make_tuple(StepScheduled, fields)  # type: ignore[no-any-return]
     if code == DONE_CODE:
         at, step, count, size, discarded = DONE_HEAD.unpack_from(body)
+        if step >= MAX_STEP or not 0 <= at < MAX_INSTANT:
+            raise ValueError("the step or its instant is out of range")
         delivered = _read_exceptions(body, DONE_HEAD.size, count, size) if count else ()
         return make_tuple(StepDone, (at, step, delivered, discarded))  # type: ignore[no-any-return]
     raise ValueError(f"unknown step event code {code}")

@@ -19,11 +19,12 @@ import os
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, NamedTuple, TextIO
 
 from otel_infer.config import slo
 from otel_infer.config.slo import Objectives
 from otel_infer.ringbuffer import events
+from otel_infer.sidecar.recording.event_parser import check_number, parse_event
 
 log = logging.getLogger(__name__)
 
@@ -31,11 +32,10 @@ FORMAT = 1
 SYNC_NS = 5_000_000_000
 """A writer that is killed loses the events of at most this time."""
 _HEADER_KEY = "otel_infer tape"
-_TYPES_BY_NAME: Mapping[str, type[Any]] = {event.__name__: event for event in events.EVENT_TYPES}
-_BYTES_FIELDS: Mapping[str, tuple[bool, ...]] = {
-    name: tuple(field is bytes for field in get_type_hints(event).values())
-    for name, event in _TYPES_BY_NAME.items()
-}
+MAX_LINE = 16 << 20
+"""Characters of a line: a step of the largest batch."""
+MAX_RATIO, MIN_LIMIT = 50, 8 << 20
+"""A tape holds at most so many times its own size, or so many bytes; writers reach 3 to 5 times."""
 
 
 class InvalidRecording(ValueError):
@@ -126,7 +126,7 @@ def read_header(path: Path) -> dict[str, Any]:
     try:
         with gzip.open(path, "rt", encoding="utf-8") as lines:
             return _parse_header(lines)
-    except (OSError, EOFError, ValueError, zlib.error) as error:
+    except (OSError, EOFError, ValueError, RecursionError, zlib.error) as error:
         raise InvalidRecording(f"{path}: {error}") from None
 
 
@@ -151,50 +151,58 @@ def read_began_at(path: Path) -> int:
 
 
 def read_batches(path: Path) -> Iterator[EventBatch]:
-    """Yields the batches of a tape; a truncated tape is read as far as possible, with a warning."""
+    """Yields the batches of a tape. A truncated or damaged tape is read as far as possible, with a warning.
+
+    Raises `InvalidRecording` for a file that is no tape, or whose first event is damaged.
+    """
+    has_events = False
     try:
-        with gzip.open(path, "rt", encoding="utf-8") as lines:
+        limit = max(MAX_RATIO * path.stat().st_size, MIN_LIMIT)
+        with gzip.open(path, "rt", encoding="utf-8", errors="replace") as lines:
             _parse_header(lines)
-            yield from _parse_batches(lines)
+            for batch in _parse_batches(_iter_lines(lines, limit)):
+                has_events = True
+                yield batch
     except EOFError:
         log.warning("%s: its end is missing; read as far as possible", path)
-    except InvalidRecording as error:
-        raise InvalidRecording(f"{path}: {error}") from None
-    except (OSError, ValueError, TypeError, LookupError, zlib.error) as error:
-        raise InvalidRecording(f"{path}: damaged, or not a tape: {error}") from None
+    except (OSError, ValueError, TypeError, LookupError, RecursionError, zlib.error) as error:
+        if not has_events or isinstance(error, FileNotFoundError):
+            reason = error if isinstance(error, InvalidRecording) else f"damaged, or not a tape: {error}"
+            raise InvalidRecording(f"{path}: {reason}") from None
+        log.warning("%s: damaged after its first part, which was read: %s", path, error)
 
 
-def _parse_header(lines: Iterator[str]) -> dict[str, Any]:
-    header = json.loads(next(lines, "null"))
+def _iter_lines(lines: TextIO, limit: int) -> Iterator[str]:
+    """Yields the lines of a tape, up to `limit` characters in all."""
+    while line := lines.readline(MAX_LINE):
+        limit -= len(line)
+        if limit < 0:
+            raise InvalidRecording("it holds far more than a tape of its size")
+        yield line
+
+
+def _parse_header(lines: TextIO) -> dict[str, Any]:
+    header = json.loads(lines.readline(MAX_LINE) or "null")
     if not isinstance(header, dict) or header.get(_HEADER_KEY) != FORMAT:
         raise InvalidRecording(f"not an otel_infer tape of format {FORMAT}")
     return header
 
 
 def _parse_batches(lines: Iterable[str]) -> Iterator[EventBatch]:
-    """Yields the batches; after a truncated tape's last events it raises `EOFError`."""
+    """Yields the batches, and what is whole before a damage or a missing end; then raises its error."""
     batch: list[events.RecordedEvent] = []
-    truncation: EOFError | None = None
+    failure: Exception | None = None
     try:
         for line in lines:
-            first, *rest = json.loads(line)
-            if first == "@":
-                yield EventBatch(batch, rest[0])
+            decoded = json.loads(line)
+            if isinstance(decoded, list) and decoded[:1] == ["@"]:
+                yield EventBatch(batch, check_number(decoded[1]))
                 batch = []
             else:
-                batch.append(_parse_event(first, *rest))
-    except EOFError as error:
-        truncation = error
+                batch.append(parse_event(decoded))
+    except (EOFError, OSError, ValueError, TypeError, LookupError, RecursionError, zlib.error) as error:
+        failure = error
     if batch:
         yield EventBatch(batch, max(recorded.event.at for recorded in batch))
-    if truncation is not None:
-        raise truncation
-
-
-def _parse_event(ring: int, handle: int, name: str, *fields: Any) -> events.RecordedEvent:
-    if name not in _TYPES_BY_NAME or len(fields) != len(_BYTES_FIELDS[name]):
-        raise InvalidRecording(
-            f"unknown event {name!r} with {len(fields)} fields; use the otel_infer release that recorded it"
-        )
-    values = (bytes.fromhex(f["hex"]) if is_bytes else f for is_bytes, f in zip(_BYTES_FIELDS[name], fields))
-    return events.RecordedEvent(ring, handle, _TYPES_BY_NAME[name](*values))
+    if failure is not None:
+        raise failure

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from otel_infer.ringbuffer import events
-from otel_infer.sidecar.recording import file
+from otel_infer.sidecar.recording import event_parser, file
 from otel_infer.sidecar.recording.file import EventBatch, InvalidRecording, RecordingWriter
 
 EVENT_TYPES = [
@@ -78,7 +78,7 @@ def test_batches_are_read_back_unchanged(batches: list[EventBatch], path: Path) 
 
 def test_every_event_type_is_supported() -> None:
     assert set(events.EVENT_TYPES) == set(EVENT_TYPES) and len(events.EVENT_TYPES) == len(EVENT_TYPES)
-    assert {event_type.__name__ for event_type in EVENT_TYPES} == set(file._TYPES_BY_NAME)
+    assert {event_type.__name__ for event_type in EVENT_TYPES} == set(event_parser.TYPES_BY_NAME)
     assert {events.RequestArrived, events.StepDone, events.HttpDescribed, events.LiveListed} <= set(
         EVENT_TYPES
     )
