@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from otel_infer import semconv
+from otel_infer import _clock, semconv
 from otel_infer.assembly.records.request import RequestRecord
 from otel_infer.config import environment
 from otel_infer.sidecar.recording import file
