@@ -34,24 +34,38 @@ def query_state() -> NvmlState:
     try:
         pynvml.nvmlInit()
     except Exception as error:
-        return _state_from_error(pynvml, error)
+        return state_from_error(pynvml, error)
     try:
         return NvmlState(
             "ready", decode_text(pynvml.nvmlSystemGetDriverVersion()), _list_device_names(pynvml)
         )
     except Exception as error:
-        return _state_from_error(pynvml, error)
+        return state_from_error(pynvml, error)
     finally:
         with contextlib.suppress(Exception):
             pynvml.nvmlShutdown()
 
 
 def _list_device_names(pynvml: Any) -> tuple[str, ...]:
-    handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
-    return tuple(decode_text(pynvml.nvmlDeviceGetName(handle)) for handle in handles)
+    names = []
+    for index in range(pynvml.nvmlDeviceGetCount()):
+        try:
+            names.append(read_name(pynvml, pynvml.nvmlDeviceGetHandleByIndex(index)))
+        except Exception as error:  # a GPU that fell off the bus hides no other
+            names.append(f"GPU {index}, which does not answer ({error})")
+    return tuple(names)
 
 
-def _state_from_error(pynvml: Any, error: Exception) -> NvmlState:
+def read_name(pynvml: Any, handle: Any) -> str:
+    """Returns the name of a device; `unknown` where it cannot be read, as one that is not UTF-8."""
+    try:
+        return decode_text(pynvml.nvmlDeviceGetName(handle))
+    except Exception:
+        return "unknown"
+
+
+def state_from_error(pynvml: Any, error: Exception) -> NvmlState:
+    """Returns the state that an exception of NVML means."""
     code = getattr(error, "value", None)
     if code == pynvml.NVML_ERROR_LIBRARY_NOT_FOUND:
         return NvmlState("no library" if DRIVER_FILE.exists() else "no driver")

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from otel_infer import _clock
-from otel_infer.gpu.nvml import decode_text
+from otel_infer.gpu.nvml import decode_text, read_name, state_from_error
 from otel_infer.ringbuffer.events import GpuClocksThrottled
 
 
@@ -39,6 +39,8 @@ class GpuReading(NamedTuple):
 log = logging.getLogger(__name__)
 
 POLL_INTERVAL_S = 5.0
+RETRIES_AFTER = 6
+"""Intervals until NVML is opened again after a failure, for example while a driver is upgraded."""
 MAX_PENDING_EVENTS = 120
 """Events that wait to be drained; older ones are dropped."""
 MAX_XID_EVENTS = 64
@@ -87,18 +89,31 @@ class NvmlReader:
         self._xid_counts: Counter[tuple[str, int]] = Counter()
         self.unsupported: set[tuple[str, str]] = set()
         self.driver = ""
+        self.may_open_later = False
 
     def open(self) -> bool:
-        """Initializes NVML; returns whether there is a device that this server may use."""
+        """Initializes NVML; returns whether there is a device that this server may use.
+
+        After a failure that may pass, `may_open_later` is true.
+        """
+        self.may_open_later = False
         try:
             import pynvml
 
             pynvml.nvmlInit()
             self._nvml, self.driver = pynvml, decode_text(pynvml.nvmlSystemGetDriverVersion())
             self._devices = [device for device in self._find_gpus() if self._is_visible(device)]
-        except Exception as error:  # no driver, no library, no permission
-            log.debug("NVML is not available, no GPU metrics: %s", error)
+        except ImportError:
             return False
+        except Exception as error:
+            status = state_from_error(pynvml, error).status
+            self.may_open_later = status == "broken"
+            if status != "no driver":
+                log.warning("no GPU metrics: NVML cannot be opened: %s", error)
+            self.close()
+            return False
+        if not self._devices:
+            self.close()
         return bool(self._devices)
 
     def close(self) -> None:
@@ -211,11 +226,13 @@ class NvmlReader:
     def _find_gpus(self) -> Iterator[NvmlDevice]:
         nvml = self._nvml
         for index in range(nvml.nvmlDeviceGetCount()):
-            handle = nvml.nvmlDeviceGetHandleByIndex(index)
-            uuid, name = (
-                decode_text(nvml.nvmlDeviceGetUUID(handle)),
-                decode_text(nvml.nvmlDeviceGetName(handle)),
-            )
+            try:
+                handle = nvml.nvmlDeviceGetHandleByIndex(index)
+                uuid = decode_text(nvml.nvmlDeviceGetUUID(handle))
+            except Exception as error:  # a GPU that fell off the bus hides no other
+                log.warning("GPU %d is not monitored: %s", index, error)
+                continue
+            name = read_name(nvml, handle)
             yield NvmlDevice(handle, uuid, name, index)
             yield from self._find_mig_devices(handle, uuid, name, index)
 
@@ -263,6 +280,7 @@ class NvmlPoller(threading.Thread):
     def __init__(self, visible_devices: str | None = None, interval_s: float = POLL_INTERVAL_S) -> None:
         super().__init__(name="otel_infer-nvml", daemon=True)
         self._reader, self._interval_s = NvmlReader(visible_devices), interval_s
+        self._retry_s = RETRIES_AFTER * interval_s
         self._stopping = threading.Event()
         self._latest: tuple[int, list[GpuReading]] = 0, []
         self._pending_events: deque[GpuClocksThrottled] = deque(maxlen=MAX_PENDING_EVENTS)
@@ -280,6 +298,8 @@ class NvmlPoller(threading.Thread):
 
     def run(self) -> None:
         is_open = self._reader.open()
+        while not is_open and self._reader.may_open_later and not self._stopping.wait(self._retry_s):
+            is_open = self._reader.open()
         while is_open:
             self.record_readings(_clock.now(), self._reader.read_all())
             is_open = not self._stopping.wait(self._interval_s)

@@ -83,7 +83,7 @@ def main(boot: dict[str, Any]) -> None:
     try:
         if not _acquire_lock(lock):
             sys.exit(0)
-        Sidecar(lock, settings, boot["resource"], show=boot.get("show", False)).run()
+        Sidecar(lock, settings, boot["resource"]).run()
     except Exception:
         log.exception("sidecar crashed")
         sys.exit(1)

@@ -29,7 +29,7 @@ from otel_infer.gpu.nvml_poller import NvmlPoller
 from otel_infer.ringbuffer import events
 from otel_infer.ringbuffer.events import RecordedEvent, Value
 from otel_infer.ringbuffer.merged_reader import MergedReader
-from otel_infer.sidecar import overhead
+from otel_infer.sidecar import losses, overhead
 from otel_infer.sidecar.recording import file
 from otel_infer.sidecar.recording.flight_recorder import FlightRecorder
 
@@ -153,7 +153,7 @@ class Pipeline:
             self._run_guarded(self._export_start, start)
         records = finish_requests(self.assembler, horizon)
         self.requests += len(records)
-        decided: list[tail_sampler.SampledRequest] = []
+        decided: list[tail_sampler.DecidedRequest] = []
         # Each phase runs over all requests, because most of its cost is loading its code into the cache.
         for record in records:
             self._run_guarded(self._count_request, record)
@@ -178,7 +178,7 @@ class Pipeline:
             self.metrics.add_pauses(pauses)
             self.metrics.add_marks(marks)
 
-    def _sample_request(self, record: RequestRecord, decided: list[tail_sampler.SampledRequest]) -> None:
+    def _sample_request(self, record: RequestRecord, decided: list[tail_sampler.DecidedRequest]) -> None:
         decided += self.sampler.add(record)
 
     def _run_guarded(
@@ -235,7 +235,7 @@ class Pipeline:
                 exemplars=self.config.exemplars and bool(self.exporters),
                 tenants=frozenset(self.config.tenants) if self.config.tenant else None,
                 traffic_classes=bool(self.config.traffic_class),
-                promises=bool(self.config.slo),
+                has_objectives=bool(self.config.slo),
             )
         return self._metrics
 
@@ -342,19 +342,7 @@ class Pipeline:
 
     def count_losses(self) -> dict[str, int]:
         """Returns the losses by reason."""
-        counts = self.rings.read_counts()
-        lost = {
-            **dict.fromkeys(semconv.LOSS_REASONS, 0),
-            semconv.LOSS_EVENTS_OVERWRITTEN: self.assembler.events_lost,
-            semconv.LOSS_EVENTS_TORN: self.assembler.events_torn,
-            semconv.LOSS_OVER_BUDGET: self.sampler.dropped_steps.total(),
-            semconv.LOSS_NOT_CONVERTED: self.failed,
-            semconv.LOSS_NOT_RECORDED: counts["unrecorded"],
-            semconv.LOSS_VALUES_CUT: counts["values_cut"],
-        }
-        # Cumulative metrics are sent again anyway.
-        if self._metrics_sender is not None and self.metrics.is_delta:
-            lost[semconv.LOSS_METRICS_REFUSED] = self._metrics_sender.failed_exports
-        if self.sender is not None:
-            lost.update(self.sender.lost)
-        return lost
+        delta_sender = self._metrics_sender if self.metrics.is_delta else None
+        return losses.count_losses(
+            self.rings.read_counts(), self.assembler, self.sampler, self.failed, self.sender, delta_sender
+        )

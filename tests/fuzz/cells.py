@@ -6,10 +6,11 @@ import random
 
 from otel_infer.config.environment import Config
 from otel_infer.ringbuffer import events, layout
+from otel_infer.ringbuffer.arena import MemoryArena
 from otel_infer.ringbuffer.batch_writer import BatchWriter, HandleTable
 from otel_infer.ringbuffer.merged_reader import MergedReader
 from otel_infer.ringbuffer.step_writer import StepWriter
-from otel_infer.ringbuffer.writer import MemoryArena, RequestWriter
+from otel_infer.ringbuffer.writer import RequestWriter
 from otel_infer.sidecar.pipeline import Pipeline
 from tests.fuzz.odd_values import TEXTS
 

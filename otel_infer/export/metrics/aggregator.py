@@ -47,7 +47,7 @@ class MetricsAggregator:
 
     `temporality`: `cumulative`, `delta` or `lowmemory`. `resource`: read at each collection, so it may still
     gain attributes. `tenants`: tenants that metrics may name, None = no tenants. `traffic_classes`: metrics
-    carry the traffic class. `promises`: objectives are configured.
+    carry the traffic class. `has_objectives`: objectives are configured.
     """
 
     def __init__(
@@ -60,10 +60,10 @@ class MetricsAggregator:
         exemplars: bool = True,
         tenants: Collection[str] | None = None,
         traffic_classes: bool = False,
-        promises: bool = False,
+        has_objectives: bool = False,
     ) -> None:
         self._resource = resource
-        self._has_objectives = promises
+        self._has_objectives = has_objectives
         self.is_delta = temporality in ("delta", "lowmemory")  # they differ only for observable counters
         self._last_step_at = 0
         self._exemplars_enabled = exemplars

@@ -56,7 +56,7 @@ class Decision(NamedTuple):
     slow: bool = False
 
 
-class SampledRequest(NamedTuple):
+class DecidedRequest(NamedTuple):
     """A request and its final decision."""
 
     record: RequestRecord
@@ -85,7 +85,7 @@ class TailSampler:
         self._objectives, self._slow_detector = objectives or Objectives(), SlowRequestDetector(slow_share)
         self._bucket = TokenBucket(budget * BURST_SECONDS)
         self._steps_by_trace: OrderedDict[bytes, int] = OrderedDict()
-        self._held_requests: OrderedDict[bytes, SampledRequest] = OrderedDict()
+        self._held_requests: OrderedDict[bytes, DecidedRequest] = OrderedDict()
         self._pending_interferers: OrderedDict[bytes, int] = OrderedDict()
         self._baseline_at: dict[tuple[int, int], int] = {}
         self.dropped_steps: Counter[str] = Counter()
@@ -101,13 +101,13 @@ class TailSampler:
     def _is_sampled(self, record: RequestRecord) -> bool:
         return record.sampled or self._keep_unsampled
 
-    def add(self, record: RequestRecord) -> list[SampledRequest]:
+    def add(self, record: RequestRecord) -> list[DecidedRequest]:
         """Decides about a request, and returns the requests whose decisions are final now.
 
         They are this one, unless it is held, and a held one that it names.
         """
         decision = self.make_decision(record)
-        final = [SampledRequest(record, decision)]
+        final = [DecidedRequest(record, decision)]
         if (
             decision.export
             and decision.reason == semconv.KEEP_REASON_NONE
@@ -116,13 +116,13 @@ class TailSampler:
         ):
             previous = self._held_requests.pop(record.span_id, None)
             final = [previous] if previous is not None else []
-            self._held_requests[record.span_id] = SampledRequest(_detach_steps(record), decision)
+            self._held_requests[record.span_id] = DecidedRequest(_detach_steps(record), decision)
         interferer = record.breakdown.interferer if record.breakdown is not None else None
         if interferer is not None and decision.reason in semconv.PRIORITY_REASONS:
             final += self._sample_interferer(interferer.span_id, record.ended_at)
         return self._count_dropped(final)
 
-    def flush_held(self, now: int, oldest_live: int) -> list[SampledRequest]:
+    def flush_held(self, now: int, oldest_live: int) -> list[DecidedRequest]:
         """Releases held requests that can no longer be named as a cause, or whose hold expired.
 
         `oldest_live`: arrival of the oldest request in flight. A request that ended earlier delayed none of the
@@ -135,7 +135,7 @@ class TailSampler:
         released += list(self._held_requests)[: max(len(self._held_requests) - MAX_HELD_REQUESTS, 0)]
         return self._count_dropped([self._held_requests.pop(span_id) for span_id in dict.fromkeys(released)])
 
-    def _count_dropped(self, final: list[SampledRequest]) -> list[SampledRequest]:
+    def _count_dropped(self, final: list[DecidedRequest]) -> list[DecidedRequest]:
         """Counts dropped steps. Only final decisions are counted, because a counter never decreases."""
         for record, decision in final if self._mode != "off" else ():
             chunks = _count_prefill_chunks(record)
@@ -212,7 +212,7 @@ class TailSampler:
         self._baseline_at[size] = record.ended_at
         return True
 
-    def _sample_interferer(self, span_id: bytes, at: int) -> list[SampledRequest]:
+    def _sample_interferer(self, span_id: bytes, at: int) -> list[DecidedRequest]:
         """Marks the request that delayed another, which ended at `at`.
 
         Its steps are exported now if it is held, else when it ends.
@@ -225,7 +225,7 @@ class TailSampler:
             return []
         record, previous = held
         return [
-            SampledRequest(
+            DecidedRequest(
                 record,
                 self._grant_steps(record, semconv.KEEP_REASON_INTERFERER)._replace(
                     missed=previous.missed, slow=previous.slow

@@ -259,7 +259,7 @@ class OtlpSpanExporter:
             encoded, count = self._encode_rows(tables, owners, offsets)
         except Exception:  # the rows of one request must not stop later ones
             log.exception("%d decode steps were not encoded", number)
-            self._sender.lost[LOST_UNENCODED] += number
+            self._sender.lost[semconv.LOSS_NOT_ENCODED] += number
             return
         self._add_part(encoded, count)
 

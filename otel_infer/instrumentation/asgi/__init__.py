@@ -19,6 +19,7 @@ import re
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import otel_infer.tracing  # noqa: F401  (loads OpenTelemetry's API, see `config.propagators`)
 from otel_infer.instrumentation.asgi import event_loop_lag, response_headers
 from otel_infer.instrumentation.asgi.exchange import SCOPE_KEY, App, Exchange, Receive, Scope, Send
 from otel_infer.instrumentation.asgi.lifespan import Lifespan
@@ -114,7 +115,7 @@ def _begin_exchange(
         _watch_loop(entry_point, exchange.arrived_at)
         return exchange
     except BaseException as exc:
-        hook.mark_failed(exc)
+        hook.count_failure(exc)
         return None
 
 
@@ -199,7 +200,7 @@ def _patch_route_handler(record_route: Callable[[Exchange, Any, Scope], None]) -
                 try:
                     record_route(exchange, self, scope)
                 except BaseException as exc:
-                    hook.mark_failed(exc)
+                    hook.count_failure(exc)
             return original(self, scope, receive, send)
 
         return handle_route

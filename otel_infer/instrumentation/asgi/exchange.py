@@ -142,7 +142,7 @@ class Exchange:
                     caller.record_caller(request, headers, str(self.scope.get("path", "")))
                 return (request.attach(),)
         except BaseException as exc:
-            self.hook.mark_failed(exc)
+            self.hook.count_failure(exc)
         return ()
 
     def enter_router(self) -> Tokens:
@@ -150,7 +150,7 @@ class Exchange:
         try:
             ambient = has_active_span() and not is_remote_parent_in_other_trace(self.scope)
         except Exception as exc:
-            self.hook.mark_failed(exc)
+            self.hook.count_failure(exc)
             return ()
         return self.open_request(ambient)
 
@@ -179,7 +179,7 @@ class Exchange:
                         self.request
                     )
         except BaseException as exc:
-            self.hook.mark_failed(exc)
+            self.hook.count_failure(exc)
         return ()
 
     def record_route_error(self, exc: Exception) -> None:
@@ -338,4 +338,4 @@ class Exchange:
         if request is not None:
             with contextlib.suppress(BaseException):  # `exc` is the exception to be logged
                 request.close(events.ABORTED, events.CANCELLED)
-        self.hook.mark_failed(exc)
+        self.hook.count_failure(exc)

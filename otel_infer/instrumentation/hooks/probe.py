@@ -32,8 +32,10 @@ from otel_infer.instrumentation.hooks.target import Parameters
 
 log = logging.getLogger(__name__)
 
-# A list, because append is atomic and an addition is not. It stays short, because a failed hook is disabled.
+# A list, because append is atomic and an addition is not.
 _failures: list[str] = []
+MAX_FAILURES = 100_000
+"""Failures that are counted: a hook that stays may fail on every request."""
 # The parent process counts failures from before the fork. Failed hooks stay disabled in the child.
 os.register_at_fork(after_in_child=_failures.clear)
 
@@ -50,7 +52,8 @@ def count_errors() -> int:
 class Hook:
     """The state of the hook on one target.
 
-    A hot-path hook reads `alive` and passes the exceptions of our code to `mark_failed`.
+    A hot-path hook reads `alive` and passes the exceptions of our code to `mark_failed`, or to
+    `count_failure` where a request can cause them: one odd request must not end the recording of all others.
     """
 
     __slots__ = ("_logged", "alive", "target")
@@ -65,17 +68,25 @@ class Hook:
 
         Re-raises KeyboardInterrupt and SystemExit, because a signal handler raised them inside our code.
         """
+        self._count(exc, "is disabled")
+        self.alive = False
+
+    def count_failure(self, exc: BaseException) -> None:
+        """Counts the failure and logs the first one. The hook stays; re-raises like `mark_failed`."""
+        self._count(exc, "did not record a request")
+
+    def _count(self, exc: BaseException, consequence: str) -> None:
         if isinstance(exc, (KeyboardInterrupt, SystemExit)):
             raise exc
-        self.alive = False
-        _failures.append(self.target)
+        if len(_failures) < MAX_FAILURES:
+            _failures.append(self.target)
         if self._logged:
             return
         self._logged = True
         with contextlib.suppress(Exception):  # logging raises too when the call stack is nearly full
             frames = list(traceback.walk_tb(exc.__traceback__))[-3:]
             where = ", ".join(f"{frame.f_code.co_filename}:{line}" for frame, line in frames)
-            log.error("hook on %s raised %s and is disabled (%s)", self.target, type(exc).__name__, where)
+            log.error("hook on %s raised %s and %s (%s)", self.target, type(exc).__name__, consequence, where)
 
 
 _UNKNOWN = (sys.maxsize, None)

@@ -1,6 +1,7 @@
 """Records client-side latency as CLIENT spans, in the same trace as the server's spans.
 
-    from otel_infer.instrumentation.httpx import instrument_client
+    import otel_infer.tracing  # noqa: F401  (loads OpenTelemetry's API, see `config.propagators`)
+from otel_infer.instrumentation.httpx import instrument_client
 
     client = instrument_client(httpx.Client())          # or httpx.AsyncClient(), or a client of httpx2
     openai = OpenAI(http_client=instrument_client(DefaultHttpxClient()))

@@ -11,7 +11,8 @@ from typing import Any, get_type_hints
 from otel_infer.ringbuffer import events
 from otel_infer.ringbuffer.events.plain_values import to_plain
 
-MAX_NUMBER = 1 << 62
+MAX_INSTANT = 1 << 62
+"""ns; a monotonic clock reaches it after 146 years."""
 MAX_MEMBERS = 1 << 20
 """Sequences of a step, and items of a list."""
 MAX_ID_BYTES = 64
@@ -34,16 +35,16 @@ def parse_event(line: Any) -> events.RecordedEvent:
             f"unknown event {name!r:.60} with {len(fields)} fields; use the otel_infer release that recorded it"
         )
     event = TYPES_BY_NAME[name](*(check(field) for check, field in zip(checks, fields)))
-    if event.at < 0:
-        raise InvalidEvent(f"{name} is before the clock of its host")
+    if not 0 <= event.at < MAX_INSTANT:
+        raise InvalidEvent(f"the instant of {name} is outside of the clock")
     if isinstance(event, events.StepScheduled) and event.size > MAX_MEMBERS:
         raise InvalidEvent("a batch is larger than any")
     return events.RecordedEvent(check_number(ring), check_number(handle), event)
 
 
 def check_number(value: Any) -> int:
-    """Returns a whole number that fits 63 bits; raises `InvalidEvent`."""
-    if isinstance(value, int) and -MAX_NUMBER < value < MAX_NUMBER:
+    """Returns a whole number that fits 64 bits; raises `InvalidEvent`."""
+    if isinstance(value, int) and -(1 << 63) <= value < 1 << 64:
         return value
     raise InvalidEvent(f"not a number of an event: {value!r:.60}")
 

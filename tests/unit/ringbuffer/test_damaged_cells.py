@@ -10,11 +10,12 @@ import pytest
 from otel_infer.analysis.finish import finish_requests
 from otel_infer.assembly.assembler import Assembler
 from otel_infer.ringbuffer import events, layout
+from otel_infer.ringbuffer.arena import MemoryArena
 from otel_infer.ringbuffer.merged_reader import MergedReader
 from otel_infer.ringbuffer.reader import InvalidRing
 from otel_infer.ringbuffer.step_reader import StepReader
 from otel_infer.ringbuffer.step_writer import StepWriter
-from otel_infer.ringbuffer.writer import MemoryArena, RequestWriter
+from otel_infer.ringbuffer.writer import RequestWriter
 
 AFTER = 1 << 60
 IDS = bytes(range(16))

@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from otel_infer.ringbuffer import events, layout
+from otel_infer.ringbuffer.arena import MemoryArena
 from otel_infer.ringbuffer.merged_reader import MergedReader
 from otel_infer.ringbuffer.text_limits import pack_text_to_fit
-from otel_infer.ringbuffer.writer import MemoryArena, RequestWriter
+from otel_infer.ringbuffer.writer import RequestWriter
 
 LIMIT = layout.MAX_PARTS * layout.PART_BYTES
 KEY = "gen_ai.input.messages"

@@ -232,7 +232,7 @@ def test_nvml_error_code_determines_the_status(
 
 def test_nvml_query_never_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(
-        sys.modules, "pynvml", pynvml(nvmlDeviceGetName=OSError("gone"), nvmlShutdown=OSError())
+        sys.modules, "pynvml", pynvml(nvmlSystemGetDriverVersion=OSError("gone"), nvmlShutdown=OSError())
     )
     assert NvmlState("broken", reason="OSError: gone") == nvml.query_state()
     monkeypatch.setitem(sys.modules, "pynvml", None)

@@ -860,7 +860,7 @@ def test_start_is_recorded_per_phase_and_in_total() -> None:
 
 def test_requests_are_counted_by_missed_objectives() -> None:
     """An aborted request counts with the objectives that it had missed by then."""
-    metrics = make_aggregator(promises=True)
+    metrics = make_aggregator(has_objectives=True)
     aborted = {"outcome": events.ABORTED, "failed_stage": "decode"}
     for each, missed in (
         (generation(), ()),
@@ -881,7 +881,7 @@ def test_requests_are_counted_by_missed_objectives() -> None:
 
 def test_refused_request_counts_for_no_objective_or_latency() -> None:
     """99 refused requests would hide one accepted request that missed its objective."""
-    metrics = make_aggregator(promises=True)
+    metrics = make_aggregator(has_objectives=True)
     for _ in range(99):
         refused = record(
             operation="", status_code=401, breakdown=LatencyBreakdown({"unexplained": 300 * MS}, None)
@@ -916,7 +916,7 @@ def test_latency_of_slow_requests_is_counted_separately() -> None:
 
 
 def test_each_metric_is_exported_as_declared() -> None:
-    metrics = make_aggregator(promises=True)
+    metrics = make_aggregator(has_objectives=True)
     aborted = generation(outcome=events.ABORTED, failed_stage="decode", error_type="timeout")
     read = {"prefix_tokens": 8, "cached_tokens": 4, "drafted_tokens": 6, "accepted_tokens": 3}
     preempted = generation(preemptions=1, stages=[Stage("queue", 0, 1, {})], input_tokens=8, **read)

@@ -30,7 +30,7 @@ class RetryingExporter:
 def exporter(monkeypatch: pytest.MonkeyPatch) -> RetryingExporter:
     exporter = RetryingExporter()
 
-    def make_exporter(protocol: str) -> Any:
+    def make_exporter(protocol: str, compression: str) -> Any:
         return exporter
 
     monkeypatch.setattr(sender_module, "make_metric_exporter", make_exporter)

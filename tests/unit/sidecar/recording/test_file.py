@@ -23,10 +23,14 @@ EVENT_TYPES = [
     and hasattr(event_type, "_fields")
     and name not in ("EventLayout", "RecordedEvent")
 ]
-text = st.text(st.characters(exclude_categories=()), max_size=12)
+text = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 number = st.integers(-(1 << 63), (1 << 64) - 1)
 value = st.one_of(
-    text, st.booleans(), number, st.floats(allow_nan=False, allow_infinity=False), st.lists(text, max_size=3)
+    text,
+    st.booleans(),
+    st.integers(-(1 << 63), (1 << 63) - 1),
+    st.floats(allow_nan=False, allow_infinity=False),
+    st.lists(text, max_size=3),
 )
 
 
@@ -39,15 +43,26 @@ def field_values(field_type: Any) -> st.SearchStrategy[Any]:
     if "Mapping" in shape:
         return st.dictionaries(st.one_of(text, st.just("hex")), value, max_size=3)
     if "tuple" in shape:
-        return st.lists(st.lists(number, min_size=2, max_size=2), max_size=3)
-    return (
-        value if field_type == get_type_hints(events.AttributeSet)["value"] else st.lists(number, max_size=3)
-    )
+        return st.lists(st.tuples(number, number), max_size=3).map(tuple)
+    if field_type == get_type_hints(events.AttributeSet)["value"]:
+        return value
+    return st.lists(number, max_size=3).map(tuple)
 
 
+instant = st.integers(0, (1 << 62) - 1)
 any_event = st.one_of(
     *(
-        st.builds(event_type, *map(field_values, get_type_hints(event_type).values()))
+        st.builds(
+            event_type,
+            **{
+                name: instant
+                if name == "at"
+                else st.integers(0, 1 << 20)
+                if name == "size"
+                else field_values(kind)
+                for name, kind in get_type_hints(event_type).items()
+            },
+        )
         for event_type in EVENT_TYPES
     )
 )
