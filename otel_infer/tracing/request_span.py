@@ -278,10 +278,16 @@ class RequestSpan(trace.Span):
 
     # ── current ─────────────────────────────────────────────────────────────────────────────────────────────
 
+    @property
+    def current_span(self) -> object:
+        """Returns the span that is current while this request is."""
+        return self if self.provider_spans is None else self.provider_spans[1]
+
     def attach(self) -> Any:
         """Makes the request current here; returns the token for `detach`."""
-        span = self if self.provider_spans is None else self.provider_spans[1]
-        return context.attach(Context({**self.around, REQUEST_KEY: self, context.SPAN_KEY: span}))
+        return context.attach(
+            Context({**self.around, REQUEST_KEY: self, context.SPAN_KEY: self.current_span})
+        )
 
 
 ThreadOwner = tuple[RequestSpan, object]

@@ -41,10 +41,14 @@ def capture_for_thread() -> ThreadOwner | None:
     return (request, context.current_span()) if request is not None else thread_owner.get()
 
 
-def _finished_owner() -> RequestSpan | None:
-    """Returns the request that this thread started in, if it has ended and no other span is current."""
+def _find_finished_request() -> RequestSpan | None:
+    """Returns the request that this task or thread started in, if it has ended and no other span is current."""
+    span = context.current_span()
+    request = context.current_context().get(REQUEST_KEY)
+    if isinstance(request, RequestSpan):
+        return request if request.ended and span is request.current_span else None
     owner = thread_owner.get()
-    if owner is None or not owner[0].ended or context.current_span() is not owner[1]:
+    if owner is None or not owner[0].ended or span is not owner[1]:
         return None
     return owner[0]
 
@@ -64,8 +68,9 @@ def open_request(
 ) -> RequestSpan | None:
     """Opens a request as a child of `headers` (by OTEL_PROPAGATORS) or of the span in `around`.
 
-    Returns None while nothing records. `around`: default is the current context. In a thread that outlived
-    the request it started in, the default is an empty context, and a link refers to that request. `server`:
+    Returns None while nothing records. `around`: default is the current context. In a task or thread that
+    outlived the request it started in, the default is an empty context, and a link refers to that request:
+    a worker that the first request started serves all later ones. `server`:
     an own SERVER span is put above the request, unless `around` has a local span. `owner`: the instrumentor
     that closes it.
     """
@@ -74,7 +79,7 @@ def open_request(
     now = _clock.now()
     arrived_at = arrived_at or now
     wall_at = _clock.wall_now() - now + arrived_at
-    finished = _finished_owner() if around is None else None
+    finished = _find_finished_request() if around is None else None
     if finished is not None:
         around = Context()
     parent = context.current_context() if around is None else around
