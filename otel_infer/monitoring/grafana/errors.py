@@ -43,6 +43,7 @@ def redact_secrets(text: str, secrets: Iterable[str]) -> str:
     """
     for secret in sorted(secrets, key=len, reverse=True):
         text = text.replace(secret, "***") if len(secret) > 3 else text
+    text = re.sub(r"[\x00-\x1f\x7f-\x9f]", " ", text)  # a terminal would execute them
     text = " ".join(re.sub(r"(?<=://)[^/\s]+@", "***@", text).split())
     return text if len(text) <= MAX_QUOTED_CHARS else text[:MAX_QUOTED_CHARS] + "…"
 

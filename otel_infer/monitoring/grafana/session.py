@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import re
 from collections.abc import Callable, Container
 from typing import Any
@@ -31,7 +32,8 @@ class GrafanaSession:
         token = token.strip()
         self.display_url = redact_url(url)
         self._timeout = timeout
-        self._secrets = (token, token.partition(":")[2])
+        # Basic authentication sends USER:PASSWORD in base64, which an error page may echo.
+        self._secrets = (token, token.partition(":")[2], base64.b64encode(token.encode()).decode())
         self.api = self._create_client(url, token)
         # A redirect turns a POST into a GET, and makes a login page look like an answer.
         self.api.client.s.max_redirects = 0

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, get_type_hints
 
 from otel_infer.ringbuffer import events
-from otel_infer.ringbuffer.events.plain_values import to_plain
+from otel_infer.ringbuffer.events.plain_values import replace_controls, to_plain
 
 MAX_INSTANT = 1 << 62
 """ns; a monotonic clock reaches it after 146 years."""
@@ -51,7 +51,7 @@ def check_number(value: Any) -> int:
 
 def _check_text(value: Any) -> str:
     if isinstance(value, str):
-        return value.encode("utf-8", "replace").decode()
+        return replace_controls(value)
     raise InvalidEvent(f"not a text: {value!r:.60}")
 
 
@@ -84,8 +84,18 @@ def _check_pairs(value: Any) -> tuple[tuple[int, int], ...]:
 
 def _check_mapping(value: Any) -> dict[str, Any]:
     if isinstance(value, dict):
-        return {_check_text(key): to_plain(item) for key, item in value.items()}
+        return {_check_text(key): _check_value(item) for key, item in value.items()}
     raise InvalidEvent(f"not attributes: {value!r:.60}")
+
+
+def _check_value(value: Any) -> Any:
+    """Returns a plain value whose texts a terminal can print."""
+    plain = to_plain(value)
+    if isinstance(plain, list):
+        return [_check_value(item) for item in plain]
+    if isinstance(plain, dict):
+        return {replace_controls(key): _check_value(item) for key, item in plain.items()}
+    return replace_controls(plain) if isinstance(plain, str) else plain
 
 
 def _make_check(hint: Any) -> Callable[[Any], Any]:
@@ -102,7 +112,7 @@ def _make_check(hint: Any) -> Callable[[Any], Any]:
         return _check_mapping
     if text == "collections.abc.Sequence[int]":
         return _check_numbers
-    return _check_pairs if "tuple[int, int]" in text else to_plain
+    return _check_pairs if "tuple[int, int]" in text else _check_value
 
 
 _CHECKS = {

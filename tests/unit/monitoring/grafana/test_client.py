@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import copy
 import socket
 import sys
@@ -447,6 +448,18 @@ def test_server_messages_are_quoted_without_the_token(server: GrafanaServer) -> 
     server.instead = lambda verb, path: Answer(500, {"message": f"no {TOKEN} at http://u:p@db/x"})
     message = connection_error(server.url)
     assert "HTTP 500 “no *** at http://***@db/x”; " in message
+
+
+def test_an_echoed_basic_credential_and_escapes_are_not_printed() -> None:
+    token = "admin:very-secret"
+    echoed = base64.b64encode(token.encode()).decode()
+    with GrafanaServer(token) as server:
+        server.instead = lambda verb, path: (500, {"message": f"\x1b[2Jbad header Basic {echoed}\x9b"})
+        with pytest.raises(GrafanaError) as error:
+            GrafanaClient(server.url, token)
+    assert echoed not in str(error.value)
+    assert "bad header Basic ***" in str(error.value)
+    assert str(error.value).isprintable()
 
 
 def test_messages_are_truncated_and_urls_lose_their_query() -> None:
