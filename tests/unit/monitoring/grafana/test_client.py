@@ -454,7 +454,7 @@ def test_an_echoed_basic_credential_and_escapes_are_not_printed() -> None:
     token = "admin:very-secret"
     echoed = base64.b64encode(token.encode()).decode()
     with GrafanaServer(token) as server:
-        server.instead = lambda verb, path: (500, {"message": f"\x1b[2Jbad header Basic {echoed}\x9b"})
+        server.instead = lambda verb, path: Answer(500, {"message": f"\x1b[2Jbad header Basic {echoed}\x9b"})
         with pytest.raises(GrafanaError) as error:
             GrafanaClient(server.url, token)
     assert echoed not in str(error.value)
