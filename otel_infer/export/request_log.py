@@ -11,6 +11,7 @@ import contextlib
 import json
 import logging
 import logging.handlers
+import os
 from datetime import UTC, datetime
 from typing import Any
 
@@ -18,6 +19,7 @@ from opentelemetry import trace
 
 from otel_infer import semconv
 from otel_infer.assembly.records.request import RequestRecord
+from otel_infer.config.private_files import open_private_file
 from otel_infer.config.settings import STDERR
 from otel_infer.export import console
 from otel_infer.export.sampling import tail_sampler
@@ -131,7 +133,10 @@ class _JsonLineFormatter(logging.Formatter):
 
 
 class _LogFileHandler(logging.handlers.WatchedFileHandler):
-    """Writes to a file that other programs may rotate."""
+    """Writes to a file of mode 0600 that other programs may rotate."""
+
+    def _open(self) -> Any:
+        return open(open_private_file(self.baseFilename, os.O_WRONLY | os.O_APPEND), "a", encoding="utf-8")
 
     def emit(self, record: logging.LogRecord) -> None:
         """Writes a line, or loses it if the rotated file cannot be opened.

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from otel_infer import _clock
 from otel_infer.config.environment import Config, from_json_dict, hide_refused_values
+from otel_infer.config.private_files import open_private_file
 from otel_infer.export.console import Console
 from otel_infer.export.interfaces import RequestExporter
 from otel_infer.export.metrics.sender import MetricsSender
@@ -336,7 +337,10 @@ def configure_logging(path: str) -> None:
     """Directs the log of the sidecar to this file; "" = no log."""
     null_handler = logging.NullHandler()
     try:
-        handler = logging.FileHandler(path) if path else null_handler
+        stream = (
+            open(open_private_file(path, os.O_WRONLY | os.O_APPEND), "a", encoding="utf-8") if path else None
+        )
+        handler = logging.StreamHandler(stream) if stream is not None else null_handler
     except OSError:
         handler = null_handler
     layout = "%(asctime)s %(levelname)s %(name)s: %(message)s"

@@ -7,15 +7,19 @@ and the instance id are stored beside the rings, for a sidecar that takes over.
 from __future__ import annotations
 
 import logging
+import os
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
 
 from otel_infer import semconv
+from otel_infer.config.private_files import open_private_file, read_private_text
 from otel_infer.ringbuffer import directory
 from otel_infer.ringbuffer.events import Value
 
 log = logging.getLogger(__name__)
+
+MAX_TEXT_BYTES = 4096
 
 
 class ServiceResource:
@@ -47,14 +51,14 @@ class ServiceResource:
 def _read_text(path: Path) -> str:
     """Returns the text of a file; "" if it is missing, unreadable, or empty because of a full disk."""
     try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError):
+        return read_private_text(path, MAX_TEXT_BYTES)
+    except (OSError, ValueError):
         return ""
 
 
 def _write_text(path: Path, text: str) -> None:
     try:
-        path.touch(mode=0o600)
-        path.write_text(text, encoding="utf-8")
+        with open(open_private_file(path, os.O_WRONLY | os.O_TRUNC), "w", encoding="utf-8") as file:
+            file.write(text)
     except OSError:
         log.warning("cannot write %s; a later sidecar may use another name or instance id", path)

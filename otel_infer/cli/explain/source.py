@@ -8,9 +8,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from otel_infer.assembly.records.request import RequestRecord
+from otel_infer.config.private_files import read_private_text
 from otel_infer.ringbuffer import directory, events
+from otel_infer.ringbuffer.events.plain_values import replace_controls
 
 MAX_PIDS = 4
+MAX_NAME_BYTES = 4096
 """Processes of a server in the sentence; JSON has all of them."""
 
 
@@ -124,7 +127,7 @@ def describe_source(
 def _read_service_name(folder: Path) -> str:
     """Returns the service name that the sidecar stored beside the rings; empty if it cannot be read."""
     try:
-        return (folder / directory.SERVICE_FILE).read_text(encoding="utf-8").strip()
+        return replace_controls(read_private_text(folder / directory.SERVICE_FILE, MAX_NAME_BYTES).strip())
     except (OSError, ValueError):
         return ""
 

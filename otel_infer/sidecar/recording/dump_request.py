@@ -11,15 +11,18 @@ from __future__ import annotations
 
 import os
 import secrets
+import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from otel_infer.config.private_files import check_private, read_private_text
 from otel_infer.ringbuffer import directory
 
 DUMP_TIMEOUT_S = 60.0
 POLL_INTERVAL_S = 0.05
 STALE_S = 2 * DUMP_TIMEOUT_S
+MAX_REASON_BYTES = 4096
 
 
 class DumpFailed(Exception):
@@ -35,16 +38,18 @@ def request_dump(folder: Path, patience_s: float = DUMP_TIMEOUT_S) -> Path:
     tape, rejection = request.with_suffix(directory.DUMP_DONE), request.with_suffix(directory.DUMP_REJECTED)
     is_answered = False
     try:
+        owner = folder.lstat()
+        if not stat.S_ISDIR(owner.st_mode) or (owner.st_uid != os.geteuid() and os.geteuid() != 0):
+            raise DumpFailed(f"{folder}: belongs to another user")
         os.close(os.open(request, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
         deadline = time.monotonic() + patience_s
         while time.monotonic() < deadline:
-            if tape.is_symlink():
-                raise DumpFailed(f"{tape} is a link, which a sidecar never writes")
-            if tape.exists():
+            if os.path.lexists(tape):
+                check_private(tape.lstat(), tape)
                 is_answered = True
                 return tape
-            if rejection.exists():
-                reason = rejection.read_text(encoding="utf-8")
+            if os.path.lexists(rejection):
+                reason = read_private_text(rejection, MAX_REASON_BYTES)
                 rejection.unlink(missing_ok=True)
                 raise DumpFailed(reason)
             if not directory.is_held(folder / directory.SIDECAR_LOCK):
@@ -52,6 +57,8 @@ def request_dump(folder: Path, patience_s: float = DUMP_TIMEOUT_S) -> Path:
             time.sleep(POLL_INTERVAL_S)
     except OSError as reason:
         raise DumpFailed(f"{reason.filename}: {reason.strerror}") from None
+    except ValueError:
+        raise DumpFailed(f"{rejection} is no text, which a sidecar never writes") from None
     finally:
         request.unlink(missing_ok=True)
         if not is_answered:  # a later tape would only take memory that the server needs

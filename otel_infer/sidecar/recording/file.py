@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 from otel_infer.config import slo
+from otel_infer.config.private_files import open_private_file
 from otel_infer.config.slo import Objectives
 from otel_infer.ringbuffer import events
 from otel_infer.sidecar.recording.event_parser import check_number, parse_event
@@ -61,11 +62,11 @@ def rotate_tape(path: Path) -> Path:
 class RecordingWriter:
     """Writer that appends events to a tape; raises `OSError` where the file cannot be written.
 
-    A new file has mode 0600; an existing file keeps its mode.
+    The file has mode 0600. A link, and a file of another user, are refused.
     """
 
     def __init__(self, path: Path, **about: Any) -> None:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        descriptor = open_private_file(path, os.O_WRONLY | os.O_TRUNC)
         self._raw = open(descriptor, "wb")
         self._file = gzip.open(self._raw, "wt", encoding="utf-8", compresslevel=1)
         self._file.write(json.dumps({_HEADER_KEY: FORMAT, **about}) + "\n")

@@ -528,6 +528,6 @@ def test_a_link_as_answer_is_rejected(tmp_path: Path, monkeypatch: pytest.Monkey
 
     thread = threading.Thread(target=answer)
     thread.start()
-    with pytest.raises(dump_request.DumpFailed, match="is a link"):
+    with pytest.raises(dump_request.DumpFailed, match="not a regular file"):
         dump_request.request_dump(folder, 5.0)
     thread.join()
