@@ -265,7 +265,7 @@ class _Installation:
 
     def _start_sidecar(self, folder: Path) -> None:
         if self.sidecar is not None and self.sidecar.returncode > 0:
-            _print_stderr("otel_infer: sidecar crashed, restarting; see `otel-infer doctor`")
+            _print_stderr(launcher.describe_end(folder))
         self._restarts.record_start(_clock.now())
         try:
             self.sidecar = launcher.start_sidecar(folder, self.settings, detect_resource())

@@ -259,6 +259,8 @@ class Supervisor:
                 self._server.returncode = code
             elif self._sidecar is not None and pid == self._sidecar.pid:
                 self._sidecar.returncode = os.waitstatus_to_exitcode(status)
+                if self._sidecar.returncode > 0 and self._folder is not None:
+                    print(launcher.describe_end(self._folder), file=sys.stderr)
 
     def _restart_dead_sidecar(self) -> None:
         """Restarts the sidecar if it died, with a backoff."""

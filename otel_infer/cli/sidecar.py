@@ -29,7 +29,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     Returns 2 if the folder or its lock is not available, else 0.
     """
-    from otel_infer.sidecar.main import Sidecar, configure_logging
+    from otel_infer.sidecar.log_file import configure_logging
+    from otel_infer.sidecar.main import Sidecar
     from otel_infer.sidecar.malloc import use_single_arena
 
     settings = environment.from_env(environment.child_environment(enabled="on"))

@@ -40,12 +40,14 @@ RESOURCE_ERRNOS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 """Errors that concern no file: this process, or the machine, has run out of a resource."""
 STARTING_FILE = "starting"
 INSTANCE_FILE, SERVICE_FILE = "instance", "service"
+ERROR_FILE = "sidecar.error"
+"""Why the sidecar ended, for the process that started it."""
 DUMP_PREFIX = "dump-"
 DUMP_REQUESTED, DUMP_DONE, DUMP_REJECTED, DUMP_PART = ".requested", ".tape", ".rejected", ".part"
 _DUMP_PATTERN = re.compile(r"dump-[0-9a-f]{16}\.(requested|tape|rejected|part)")
 ABANDONED_S = 3600.0
 START_TIMEOUT_S = 10.0
-_SERVER_FILES = frozenset((OWNER_LOCK, SIDECAR_LOCK, STARTING_FILE, INSTANCE_FILE, SERVICE_FILE))
+_SERVER_FILES = frozenset((OWNER_LOCK, SIDECAR_LOCK, STARTING_FILE, INSTANCE_FILE, SERVICE_FILE, ERROR_FILE))
 _RING_SUFFIXES = frozenset((layout.SUFFIX_REQUESTS, layout.SUFFIX_STEPS))
 _FLOCK = struct.Struct("hhqqi")
 """`struct flock` of 64-bit Linux: type, whence, start, length, pid."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -11,7 +12,9 @@ from typing import Any
 
 from otel_infer.config import environment
 from otel_infer.config.environment import Config
+from otel_infer.config.private_files import open_private_file, read_private_text
 from otel_infer.config.settings import STDERR
+from otel_infer.ringbuffer import directory
 
 PROCESS_NAME = "otel_infer-sidecar"
 _BOOT = (
@@ -22,6 +25,7 @@ _BOOT = (
 
 INITIAL_BACKOFF_NS = 1_000_000_000
 MAX_BACKOFF_NS = 60_000_000_000
+MAX_REASON_CHARS = 300
 
 
 class SidecarStartError(Exception):
@@ -44,6 +48,26 @@ class RestartBackoff:
         is_stable = not self._started_at or now - self._started_at > MAX_BACKOFF_NS
         self._backoff_ns = INITIAL_BACKOFF_NS if is_stable else min(2 * self._backoff_ns, MAX_BACKOFF_NS)
         self._started_at = now
+
+
+def write_end_reason(folder: Path, error: Exception) -> None:
+    """Writes why the sidecar of this folder ends, for `describe_end`."""
+    with contextlib.suppress(OSError):
+        descriptor = open_private_file(folder / directory.ERROR_FILE, os.O_WRONLY | os.O_TRUNC)
+        with open(descriptor, "w", encoding="utf-8", errors="replace") as file:
+            file.write(f"{type(error).__name__}: {error}"[:MAX_REASON_CHARS])
+
+
+def describe_end(folder: Path) -> str:
+    """Returns one line for the server's stderr after its sidecar crashed."""
+    try:
+        reason = " ".join(read_private_text(folder / directory.ERROR_FILE, 4 * MAX_REASON_CHARS).split())
+    except (OSError, ValueError):
+        reason = ""
+    return (
+        f"otel_infer: the sidecar crashed{f' ({reason})' if reason else ''}; telemetry is off until its restart, "
+        "see `otel-infer doctor`"
+    )
 
 
 def start_sidecar(folder: Path, settings: Config, resource: dict[str, Any]) -> subprocess.Popen[bytes]:

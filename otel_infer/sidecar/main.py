@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 
 from otel_infer import _clock
 from otel_infer.config.environment import Config, from_json_dict, hide_refused_values
-from otel_infer.config.private_files import open_private_file
 from otel_infer.export.console import Console
 from otel_infer.export.interfaces import RequestExporter
 from otel_infer.export.metrics.sender import MetricsSender
@@ -29,7 +28,9 @@ from otel_infer.export.spans.exporter import BatchSender, OtlpSpanExporter, enco
 from otel_infer.ringbuffer import directory
 from otel_infer.ringbuffer.events import Value
 from otel_infer.ringbuffer.merged_reader import MergedReader
+from otel_infer.sidecar import launcher
 from otel_infer.sidecar.crash_recovery import SEND_TIMEOUT_S, CrashRecovery
+from otel_infer.sidecar.log_file import configure_logging
 from otel_infer.sidecar.malloc import MallocTrimmer, fill_numpy_cache, use_single_arena
 from otel_infer.sidecar.pipeline import CYCLE_NS, EXPORT_INTERVAL_NS, Pipeline
 from otel_infer.sidecar.probes.cpu_throttling import CpuThrottlingProbe
@@ -85,8 +86,9 @@ def main(boot: dict[str, Any]) -> None:
         if not _acquire_lock(lock):
             sys.exit(0)
         Sidecar(lock, settings, boot["resource"]).run()
-    except Exception:
+    except Exception as error:
         log.exception("sidecar crashed")
+        launcher.write_end_reason(lock.path.parent, error)
         sys.exit(1)
     sys.exit(0)
 
@@ -330,20 +332,4 @@ def _make_recovery(folder: Path, settings: Config, resource: dict[str, Value]) -
         folder,
         resource,
         lambda server_resource, rings: make_pipeline(recovery_settings, server_resource, rings, show=False),
-    )
-
-
-def configure_logging(path: str) -> None:
-    """Directs the log of the sidecar to this file; "" = no log."""
-    null_handler = logging.NullHandler()
-    try:
-        stream = (
-            open(open_private_file(path, os.O_WRONLY | os.O_APPEND), "a", encoding="utf-8") if path else None
-        )
-        handler = logging.StreamHandler(stream) if stream is not None else null_handler
-    except OSError:
-        handler = null_handler
-    layout = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-    logging.basicConfig(
-        handlers=[handler], level=logging.CRITICAL if handler is null_handler else logging.INFO, format=layout
     )

@@ -150,7 +150,7 @@ def test_crashing_sidecar_restarts_with_backoff_and_is_reported(start: Start) ->
         toy = start(OTEL_INFER_RINGS=rings)
         pids: set[int] = set()
         began = time.monotonic()
-        while toy.read_log().count("sidecar crashed") < 2:
+        while toy.read_log().count("the sidecar crashed") < 2:
             assert toy.chat().status == 200
             pids |= set(toy.sidecars())
             assert time.monotonic() - began < 30
