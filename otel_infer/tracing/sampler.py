@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from otel_infer.config.environment import Config
+from otel_infer.config.environment import Config, hide_refused_values
 from otel_infer.tracing import span_ids
 
 if TYPE_CHECKING:
@@ -16,12 +16,14 @@ def create_span_factory(provider: TracerProvider | None, settings: Config) -> sp
     """Returns what makes the ids of a request's span: the given provider, or the configured sampler."""
     if provider is not None:
         return span_ids.ProviderSpanFactory(provider.get_tracer("otel_infer"))
-    from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
+    with hide_refused_values():  # the SDK reads its limits at its import, and raises
+        from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 
+        sampler = _create_sampler(settings)
     limits = span_ids.Limits(
         settings.attribute_limit, settings.event_limit, settings.link_limit, settings.attribute_length_limit
     )
-    return span_ids.SdkSpanFactory(_create_sampler(settings), RandomIdGenerator(), limits)
+    return span_ids.SdkSpanFactory(sampler, RandomIdGenerator(), limits)
 
 
 def _create_sampler(settings: Config) -> Sampler:

@@ -43,6 +43,8 @@ assert otel_infer.flush(20)
         (HTTP, {"OTEL_EXPORTER_OTLP_TIMEOUT": "10s"}),
         (HTTP, {"OTEL_EXPORTER_OTLP_TIMEOUT": "10s", "OTEL_INFER_MODE": "in-process"}),
         (HTTP, {"OTEL_SPAN_EVENT_COUNT_LIMIT": "-1", "OTEL_ATTRIBUTE_VALUE_LENGTH_LIMIT": "unlimited"}),
+        (HTTP, {"OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT": "some", "OTEL_ATTRIBUTE_COUNT_LIMIT": "-1"}),
+        (HTTP, {"OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT": "some", "OTEL_INFER_MODE": "in-process"}),
         (HTTP, {"OTEL_PROPAGATORS": "tracecontext,baggage,xray"}),
     ],
     ids=str,
