@@ -297,7 +297,7 @@ class _Installation:
         request = start.current_request()
         if request is not None:
             # The parent process records the rest of this request; this process opens requests separately.
-            request.ended = True
+            request.ended = request.is_forked = True
 
 
 installation = _Installation()

@@ -37,6 +37,8 @@ class RequestSpan(trace.Span):
     responding = tokens_reached = first_token_sent = False
     operation = engine = ""
     detokenize_ns = 0
+    is_forked = False
+    """The parent process of this one records the request; what this process does is below it."""
     _attribute_keys: set[str] | None = None
     _event_count = _link_count = 0
     _has_error_status = _has_ok_status = _is_context_read = False

@@ -46,7 +46,8 @@ def _find_finished_request() -> RequestSpan | None:
     span = context.current_span()
     request = context.current_context().get(REQUEST_KEY)
     if isinstance(request, RequestSpan):
-        return request if request.ended and span is request.current_span else None
+        is_finished = request.ended and not request.is_forked
+        return request if is_finished and span is request.current_span else None
     owner = thread_owner.get()
     if owner is None or not owner[0].ended or span is not owner[1]:
         return None
