@@ -320,7 +320,7 @@ def make_lines(times: dict[str, list[ClientTimes]]) -> list[Line]:
         for percent in (50, 99):
             figure = _compare_gaps(times[name], times[BARE], percent)
             control = verdict.make_control(_compare_gaps(times[AGAIN], times[BARE], percent))
-            claim = f"vLLM on a CPU, {STREAMS} streams: gap between tokens, p{percent}, {name}, in a server of its own"
+            claim = f"vLLM on a CPU, {STREAMS} streams: gap between tokens, p{percent}, {name}, in a separate server"
             lines.append(verdict.make_line(claim, "%", figure.scale_by(100), None, control))
     return lines
 

@@ -43,11 +43,12 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def write_svg(figure: Figure, file: Path) -> None:
-    """Writes coordinates with two decimals, which makes the file a third smaller."""
+    """Writes coordinates with two decimals and a path on one line, which makes the file smaller."""
     out = StringIO()
     with mpl.rc_context(SVG_STYLE):
         figure.savefig(out, format="svg", metadata={"Date": None})
-    file.write_text(re.sub(r"(\d\.\d\d)\d+", r"\1", out.getvalue()), encoding="utf-8")
+    text = re.sub(r"(\d\.\d\d)\d+", r"\1", out.getvalue())
+    file.write_text(re.sub(r" ?\n(?=[MLCQz\"])", " ", text), encoding="utf-8")
 
 
 def main() -> int:

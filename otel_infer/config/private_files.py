@@ -24,6 +24,8 @@ def open_private_file(path: str | Path, flags: int = os.O_WRONLY) -> int:
     try:
         status = os.fstat(descriptor)
         check_private(status, path)
+        if status.st_uid != os.geteuid():  # also for root: its owner could read what is written
+            raise PermissionError(errno.EPERM, "belongs to another user", str(path))
         if stat.S_IMODE(status.st_mode) & 0o077:
             os.fchmod(descriptor, 0o600)
         if truncates:
@@ -50,5 +52,10 @@ def check_private(status: os.stat_result, path: str | Path) -> None:
     """Raises `OSError` unless this is a regular file of this user. Root may read files of other users."""
     if not stat.S_ISREG(status.st_mode):
         raise OSError(errno.EINVAL, "not a regular file", str(path))
-    if status.st_uid != os.geteuid() and os.geteuid() != 0:
+    if not is_readable_owner(status):
         raise PermissionError(errno.EPERM, "belongs to another user", str(path))
+
+
+def is_readable_owner(status: os.stat_result) -> bool:
+    """Returns whether a file or folder belongs to this user, or this user is root."""
+    return status.st_uid == os.geteuid() or os.geteuid() == 0

@@ -209,7 +209,8 @@ class RequestWriter:
         known = events.LAYOUT_BY_EVENT.get(type(event))
         if known is None:
             packed, is_cut = pack_text_to_fit(event, layout.MAX_PARTS * layout.PART_BYTES)
-            self.words[layout.W_VALUES_CUT] += is_cut
+            if is_cut:
+                self.words[layout.W_VALUES_CUT] += 1
             if packed:
                 self._write_cells(events.TEXT_CODES[type(event)], handle, packed)
         else:

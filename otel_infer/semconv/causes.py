@@ -119,7 +119,7 @@ CAUSE_TABLE = (
     ),
     Cause(
         CAUSE_PREFILL, GROUP_OWN_WORK, "#d79bd0",
-        "prefill of its own prompt",
+        "prefill of the request's prompt",
         "shorter or capped prompts, the prefix cache, prefill in smaller chunks",
         stages=(spans.SPAN_PREFILL,),
         is_fault=False,
@@ -134,13 +134,13 @@ CAUSE_TABLE = (
     Cause(
         CAUSE_BATCHING, GROUP_OWN_WORK, "#b0d99f",
         "what the other sequences of the batch added to its steps",
-        "smaller batches for live traffic, and offline traffic on a replica of its own",
+        "smaller batches for live traffic, and offline traffic on a separate replica",
         is_fault=False, slows_decode=True,
     ),
     Cause(
         CAUSE_INTERFERENCE, GROUP_STALL, "#ee7f6b",
         "prefill of other requests in its steps, and steps in which it was not scheduled",
-        "chunked prefill with fewer prompt tokens a step; long prompts on a replica of their own",
+        "chunked prefill with fewer prompt tokens a step; long prompts on a separate replica",
         slows_decode=True,
     ),
     Cause(

@@ -78,6 +78,7 @@ class Pipeline:
         self.resource = resource
         self.requests = 0
         self.failed = 0
+        self._has_failed_cycle = False
         self._metrics_sender = metrics_outlet
         self._metrics: MetricsAggregator | None = None
         self._metrics_enabled = metrics_outlet is not None or bool(config.scrape_address)
@@ -100,14 +101,15 @@ class Pipeline:
     def run_cycle(self, now: int, final: bool = False) -> bool:
         """Reads, assembles and exports; returns whether there were events. `final`: the last cycle.
 
-        An error ends the cycle and not the reader: what it had read is lost and counted, the next cycle reads
-        on.
+        An error ends the cycle, not the reader: what it had read is lost and counted, the next one reads on.
         """
         try:
             return self._run_cycle(now, final)
         except Exception:
             self.failed += 1
-            log.exception("a cycle failed")
+            if not self._has_failed_cycle:  # in-process, the log is the server's
+                self._has_failed_cycle = True
+                log.exception("a read cycle failed; later failures are only counted")
             return True
 
     def _run_cycle(self, now: int, final: bool) -> bool:

@@ -175,7 +175,7 @@ def _split_resubmit_wait(records: list[RequestRecord], steps: _DecodeSteps, wait
 
 
 class _ThreadDelayColumns(NamedTuple):
-    """What thread delays explain of each step: ns without a CPU, ns of page faults.
+    """The part of each step that thread delays explain: ns without a CPU, ns of page faults.
 
     `blocked_share`: the share of the remaining stall in which the thread was blocked.
     """

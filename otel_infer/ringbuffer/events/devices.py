@@ -97,3 +97,9 @@ class GpuClocksThrottled(NamedTuple):
     until: int
     reasons: str
     is_slowing: bool
+
+
+DEVICE_EVENTS = (
+    StepTimed, StageTimed, MemorySeen, MemoryRefused, GpuClocksThrottled,
+)  # fmt: skip
+"""The types that this module defines."""

@@ -179,3 +179,10 @@ class LiveRecovered(NamedTuple):
     span_id: bytes
     parent_span_id: bytes
     flags: int
+
+
+PROCESS_EVENTS = (
+    HooksReported, PauseSeen, MarkSeen, ProcessStarted, ModuleImported, PhaseBegan, PhaseEnded, ProcessLeft,
+    EventsLost, ProcessSeen, EngineSeen, ThreadSeen, ProcessDied, LiveListed, LiveRecovered,
+)  # fmt: skip
+"""The types that this module defines."""

@@ -277,3 +277,12 @@ HTTP_CODES: Mapping[tuple[str, str], int] = {
 """Method and scheme as one even number, above 0."""
 SINGLE_CHUNK = 1
 """Flag: the response body was one chunk, whose sending started `send_wait_ns` before the end."""
+
+
+REQUEST_EVENTS = (
+    RequestArrived, StageEnded, BytesMoved, CacheHeld, RequestSubmitted, RequestReceived, RequestScheduled,
+    RequestPreempted, PrefixRead, TokensDrafted, TokenReached, FirstTokenSent, ResponseStarted, EngineFinished,
+    RequestEnded, ExchangeEnded, AttributeSet, SpanEventAdded, SpanLinked, LinkDescribed, NameUpdated,
+    StateCarried, SpanUnseen, HttpDescribed,
+)  # fmt: skip
+"""The types that this module defines."""

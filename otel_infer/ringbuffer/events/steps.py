@@ -91,3 +91,9 @@ class StepsLost(NamedTuple):
 
     at: int
     lost: int
+
+
+STEP_EVENTS = (
+    StepScheduled, StepDone, StepExecuted, WaitingSeen, BlocksSized, StepsLost,
+)  # fmt: skip
+"""The types that this module defines."""

@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from otel_infer.config.private_files import check_private, read_private_text
+from otel_infer.config.private_files import check_private, is_readable_owner, read_private_text
 from otel_infer.ringbuffer import directory
 
 DUMP_TIMEOUT_S = 60.0
@@ -39,7 +39,7 @@ def request_dump(folder: Path, patience_s: float = DUMP_TIMEOUT_S) -> Path:
     is_answered = False
     try:
         owner = folder.lstat()
-        if not stat.S_ISDIR(owner.st_mode) or (owner.st_uid != os.geteuid() and os.geteuid() != 0):
+        if not stat.S_ISDIR(owner.st_mode) or not is_readable_owner(owner):
             raise DumpFailed(f"{folder}: belongs to another user")
         os.close(os.open(request, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
         deadline = time.monotonic() + patience_s

@@ -11,8 +11,6 @@ from typing import Any, get_type_hints
 from otel_infer.ringbuffer import events
 from otel_infer.ringbuffer.events.plain_values import replace_controls, to_plain
 
-MAX_INSTANT = 1 << 62
-"""ns; a monotonic clock reaches it after 146 years."""
 MAX_MEMBERS = 1 << 20
 """Sequences of a step, and items of a list."""
 MAX_ID_BYTES = 64
@@ -35,7 +33,7 @@ def parse_event(line: Any) -> events.RecordedEvent:
             f"unknown event {name!r:.60} with {len(fields)} fields; use the otel_infer release that recorded it"
         )
     event = TYPES_BY_NAME[name](*(check(field) for check, field in zip(checks, fields)))
-    if not 0 <= event.at < MAX_INSTANT:
+    if not 0 <= event.at < events.MAX_INSTANT:
         raise InvalidEvent(f"the instant of {name} is outside of the clock")
     if isinstance(event, events.StepScheduled) and event.size > MAX_MEMBERS:
         raise InvalidEvent("a batch is larger than any")

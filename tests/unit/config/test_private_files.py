@@ -53,6 +53,16 @@ def test_a_pipe_is_refused_without_waiting(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs two users: run as root")
+def test_root_writes_to_no_file_of_another_user(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    path.write_bytes(b"planted")
+    os.chown(path, 65534, 65534)
+    with pytest.raises(PermissionError, match="another user"):
+        open_private_file(path, os.O_WRONLY | os.O_TRUNC)
+    assert path.read_bytes() == b"planted"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs two users: run as root")
 def test_a_file_of_another_user_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "a"
     path.write_bytes(b"planted")
