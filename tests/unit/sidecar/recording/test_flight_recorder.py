@@ -10,7 +10,7 @@ import shutil
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -305,8 +305,11 @@ def test_an_unremovable_old_tape_prevents_nothing_else(
 
 
 @pytest.fixture
-def sidecar(flight: Flight) -> Iterator[threading.Event]:
-    """Runs cycles until the event is set; another process holds the sidecar's lock."""
+def stop_sidecar(flight: Flight) -> Iterator[Callable[[], None]]:
+    """Runs cycles in a thread until it is called; another process holds the sidecar's lock.
+
+    A recorder has one thread: a test that runs cycles itself stops this one first.
+    """
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -323,15 +326,19 @@ def sidecar(flight: Flight) -> Iterator[threading.Event]:
             flight.recorder.process_dump_requests(flight.now)
 
     thread = threading.Thread(target=run_cycles, daemon=True)
+
+    def stop() -> None:
+        over.set()
+        thread.join()
+
     thread.start()
-    yield over
-    over.set()
-    thread.join()
+    yield stop
+    stop()
     os.kill(pid, 9)
     os.waitpid(pid, 0)
 
 
-def test_a_dump_request_by_file_returns_a_tape(flight: Flight, sidecar: threading.Event) -> None:
+def test_a_dump_request_by_file_returns_a_tape(flight: Flight, stop_sidecar: Callable[[], None]) -> None:
     path = dump_request.request_dump(flight.rings)
     assert path.parent == flight.rings
     assert file.read_header(path)["by"] == "command"
@@ -339,15 +346,15 @@ def test_a_dump_request_by_file_returns_a_tape(flight: Flight, sidecar: threadin
     assert {name for name in os.listdir(flight.rings) if directory.is_dump(name)} == {path.name}
 
 
-def test_a_rejected_dump_request_raises_the_reason(flight: Flight, sidecar: threading.Event) -> None:
+def test_a_rejected_dump_request_raises_the_reason(flight: Flight, stop_sidecar: Callable[[], None]) -> None:
     flight.recorder.add_events([RecordedEvent(1, 7, events.AttributeSet(5, "key", object()))], 6)  # type: ignore[arg-type]
     with pytest.raises(dump_request.DumpFailed, match="flight recorder failed"):
         dump_request.request_dump(flight.rings)
     assert not [name for name in os.listdir(flight.rings) if directory.is_dump(name)]
 
 
-def test_an_unanswered_dump_request_leaves_no_file(flight: Flight, sidecar: threading.Event) -> None:
-    sidecar.set()
+def test_an_unanswered_dump_request_leaves_no_file(flight: Flight, stop_sidecar: Callable[[], None]) -> None:
+    stop_sidecar()
     with pytest.raises(dump_request.DumpFailed, match=r"0\.2 s"):
         dump_request.request_dump(flight.rings, 0.2)
     assert os.listdir(flight.rings) == [directory.SIDECAR_LOCK]
@@ -359,7 +366,7 @@ def test_a_dump_request_without_sidecar_fails_at_once(flight: Flight) -> None:
 
 
 def test_a_tape_exceeding_free_shared_memory_is_rejected(
-    flight: Flight, sidecar: threading.Event, monkeypatch: pytest.MonkeyPatch
+    flight: Flight, stop_sidecar: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The kernel kills a server that touches shared memory when none is left."""
     usage = shutil.disk_usage(flight.rings)
@@ -367,6 +374,7 @@ def test_a_tape_exceeding_free_shared_memory_is_rejected(
     with pytest.raises(dump_request.DumpFailed, match=r"^the tape would take more than 1/4 .*rings: SIGUSR2"):
         dump_request.request_dump(flight.rings)
     assert not [name for name in os.listdir(flight.rings) if directory.is_dump(name)]
+    stop_sidecar()
     flight.recorder.request_dump(flight_recorder.SIGNAL)
     flight.run_cycles(5)
     assert len(flight.tapes()) == 1
