@@ -20,6 +20,7 @@ from pathlib import Path
 
 from otel_infer import _clock
 from otel_infer.config.environment import Config, child_environment, from_env, prepend_python_path
+from otel_infer.config.private_files import list_names, open_private_file
 from otel_infer.config.resource import detect_resource
 from otel_infer.ringbuffer import directory, layout
 from otel_infer.ringbuffer.arena import RingUnavailable
@@ -277,10 +278,11 @@ class Supervisor:
         """Returns whether a live process writes to this server's rings."""
         assert self._folder is not None
         try:
-            rings = [path for path in self._folder.iterdir() if path.suffix == layout.SUFFIX_REQUESTS]
+            names = list_names(self._folder)
         except OSError:  # the sidecar has just removed the folder
             return False
-        return any(map(directory.is_held, rings))
+        rings = [name for name in names if name.endswith(layout.SUFFIX_REQUESTS)]
+        return any(directory.is_held(self._folder / name) for name in rings)
 
     def _start_sidecar(self) -> None:
         assert self._folder is not None
@@ -318,7 +320,7 @@ def _is_in_foreground() -> bool:
 
 def _find_write_error(path: str) -> str:
     try:
-        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
+        os.close(open_private_file(path))
         return ""
     except OSError as reason:
         return reason.strerror or str(reason)

@@ -8,6 +8,7 @@ between namespaces and are reused.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 from bisect import bisect_right
@@ -19,6 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from otel_infer import _clock
+from otel_infer.config import private_files
 from otel_infer.ringbuffer import directory, events, layout
 from otel_infer.ringbuffer.ledger import RequestLedger
 from otel_infer.ringbuffer.process_rings import ProcessRings
@@ -59,7 +61,7 @@ class MergedReader:
         Files that are not valid rings are listed in `rejected`.
         """
         try:
-            files = os.listdir(folder)
+            files = private_files.list_names(folder)
         except OSError:
             return
         names = sorted(name for name in files if name.startswith(prefix) and name.endswith(_SUFFIXES))
@@ -75,7 +77,7 @@ class MergedReader:
 
     def _open_ring(self, path: Path, key: str, now: int) -> None:
         try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            descriptor = private_files.open_beside_rings(path, os.O_RDWR)
         except OSError as error:
             if error.errno not in directory.RESOURCE_ERRNOS:
                 self.rejected.append(f"{path.name}: {error.strerror}")
@@ -317,5 +319,6 @@ class MergedReader:
             if descriptor >= 0:
                 os.close(descriptor)
             if remove and path is not None:
-                path.unlink(missing_ok=True)
+                with contextlib.suppress(OSError):  # its folder is gone, or another folder has its name
+                    private_files.remove_beside_rings(path)
                 self._known_rings.discard(str(path))

@@ -12,7 +12,7 @@ from typing import Any
 
 from otel_infer.config import environment
 from otel_infer.config.environment import Config
-from otel_infer.config.private_files import open_private_file, read_private_text
+from otel_infer.config.private_files import read_private_text, write_private_text
 from otel_infer.config.settings import STDERR
 from otel_infer.ringbuffer import directory
 
@@ -53,9 +53,8 @@ class RestartBackoff:
 def write_end_reason(folder: Path, error: Exception) -> None:
     """Writes why the sidecar of this folder ends, for `describe_end`."""
     with contextlib.suppress(OSError):
-        descriptor = open_private_file(folder / directory.ERROR_FILE, os.O_WRONLY | os.O_TRUNC)
-        with open(descriptor, "w", encoding="utf-8", errors="replace") as file:
-            file.write(f"{type(error).__name__}: {error}"[:MAX_REASON_CHARS])
+        text = f"{type(error).__name__}: {error}"[:MAX_REASON_CHARS]
+        write_private_text(folder / directory.ERROR_FILE, text)
 
 
 def describe_end(folder: Path) -> str:

@@ -7,6 +7,7 @@ its destinations follow from the standard environment.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import logging
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from otel_infer import _clock
 from otel_infer.config.environment import Config, from_json_dict, hide_refused_values
+from otel_infer.config.private_files import read_status, remove_beside_rings
 from otel_infer.export.console import Console
 from otel_infer.export.interfaces import RequestExporter
 from otel_infer.export.metrics.sender import MetricsSender
@@ -99,7 +101,8 @@ def _acquire_lock(lock: directory.FileLock) -> bool:
     try:
         return lock.acquire()
     finally:
-        (lock.path.parent / directory.STARTING_FILE).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            remove_beside_rings(lock.path.parent / directory.STARTING_FILE)
 
 
 def make_pipeline(
@@ -315,7 +318,7 @@ class Sidecar:
         return not self._rings.count_writers()
 
     def _exit_delay_ns(self) -> int:
-        if (self._folder / directory.OWNER_LOCK).exists():
+        if read_status(self._folder / directory.OWNER_LOCK) is not None:
             return 0  # `otel-infer run` and its children have ended
         return LINGER_NS if self._rings.has_seen_rings else ORPHAN_NS
 
