@@ -25,7 +25,7 @@ from otel_infer.instrumentation import registry
 from otel_infer.instrumentation.hooks import probe
 from otel_infer.instrumentation.hooks.instrumentor import Instrumentor, InstrumentorStatus
 from otel_infer.instrumentation.torch import cuda_graphs
-from otel_infer.ringbuffer import directory, layout
+from otel_infer.ringbuffer import directory, layout, sidecar_claim
 from otel_infer.ringbuffer.arena import Arena, FileArena, MemoryArena, RingUnavailable
 from otel_infer.ringbuffer.recorder import SERVER, recorder
 from otel_infer.sidecar import launcher
@@ -52,6 +52,7 @@ class _Installation:
         self._is_env_exported = self._is_startup_reported = self._had_reader = False
         self._old_sidecars: list[Any] = []
         self._exit_finalizer: Any = None
+        self._start_claim: int | None = None
         self._lock, self._restarts, self._start_recorder = (
             threading.Lock(),
             launcher.RestartBackoff(),
@@ -248,8 +249,8 @@ class _Installation:
             recorder.discard_rings()
         elif recorder.role != SERVER:  # the server kills an engine process together with its children
             return
-        elif self._restarts.is_due(_clock.now()) and directory.claim_sidecar_start(folder):
-            self._start_sidecar(folder)
+        elif self._restarts.is_due(_clock.now(), self.sidecar and self.sidecar.returncode):
+            self._claim_and_start_sidecar(folder)
 
     def _detect_role(self) -> str:
         """Returns the role of this process in its server, by the process name that its library set."""
@@ -263,12 +264,26 @@ class _Installation:
         ]
         return roles[0] if roles else SERVER
 
-    def _start_sidecar(self, folder: Path) -> None:
+    def _claim_and_start_sidecar(self, folder: Path) -> None:
+        self._start_claim = sidecar_claim.claim_sidecar_start(folder)
+        if self._start_claim is None:
+            return
+        try:
+            self._start_sidecar(folder, self._start_claim)
+        finally:
+            self._close_claim()
+
+    def _close_claim(self) -> None:
+        claim, self._start_claim = self._start_claim, None
+        if claim is not None and claim >= 0:
+            os.close(claim)
+
+    def _start_sidecar(self, folder: Path, claim: int) -> None:
         if self.sidecar is not None and self.sidecar.returncode > 0:
             _print_stderr(launcher.describe_end(folder))
         self._restarts.record_start(_clock.now())
         try:
-            self.sidecar = launcher.start_sidecar(folder, self.settings, detect_resource())
+            self.sidecar = launcher.start_sidecar(folder, self.settings, detect_resource(), claim)
             self._had_reader = True
         except launcher.SidecarStartError as reason:
             if self._had_reader:  # a sidecar ran here before, so this failure may be temporary
@@ -289,6 +304,7 @@ class _Installation:
             launcher.RestartBackoff(),
             process_start.ProcessStartRecorder(),
         )
+        self._close_claim()  # of a start in the parent process
         for child in (*self._old_sidecars, *filter(None, (self.sidecar,))):
             child.returncode = 0  # a child of the parent process, which reaps it
         self.reader = self.sidecar = self._exit_finalizer = None

@@ -264,8 +264,13 @@ class Supervisor:
                     print(launcher.describe_end(self._folder), file=sys.stderr)
 
     def _restart_dead_sidecar(self) -> None:
-        """Restarts the sidecar if it died, with a backoff."""
-        if self.status is None and self._is_without_sidecar() and self._restarts.is_due(_clock.now()):
+        """Restarts the sidecar if it died; one that crashes again and again, with growing delays."""
+        exit_status = None if self._sidecar is None else self._sidecar.returncode
+        if (
+            self.status is None
+            and self._is_without_sidecar()
+            and self._restarts.is_due(_clock.now(), exit_status)
+        ):
             with contextlib.suppress(launcher.SidecarStartError):
                 self._start_sidecar()
 

@@ -5,7 +5,8 @@ The layout of a folder:
     BASE/otel_infer-UID/SERVER/     0700, on tmpfs; BASE is /dev/shm
         owner.lock                  held by `otel-infer run` while it lives
         sidecar.lock                held by the only sidecar of this server
-        starting                    exists while a started sidecar has not taken its lock yet
+        starting                    held while a sidecar is started, until it has its lock
+        ledger                      what became of this server's requests (`ringbuffer.ledger`)
         instance                    this server's `service.instance.id`
         service                     this server's `service.name`, once it follows from the engine
         PID-TOKEN.requests          held by each writing process
@@ -34,22 +35,22 @@ from pathlib import Path
 from otel_infer.config import private_files
 from otel_infer.ringbuffer import layout
 from otel_infer.ringbuffer.arena import ForeignFolder, NotOnTmpfs, RingUnavailable
+from otel_infer.ringbuffer.sidecar_claim import RESOURCE_ERRNOS, STARTING_FILE, is_starting
 
 BASE = Path("/dev/shm")
 OWNER_LOCK = "owner.lock"
 SIDECAR_LOCK = "sidecar.lock"
-RESOURCE_ERRNOS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
-"""Errors that concern no file: this process, or the machine, has run out of a resource."""
-STARTING_FILE = "starting"
 INSTANCE_FILE, SERVICE_FILE = "instance", "service"
+LEDGER_FILE = "ledger"
 ERROR_FILE = "sidecar.error"
 """Why the sidecar ended, for the process that started it."""
 DUMP_PREFIX = "dump-"
 DUMP_REQUESTED, DUMP_DONE, DUMP_REJECTED, DUMP_PART = ".requested", ".tape", ".rejected", ".part"
 _DUMP_PATTERN = re.compile(r"dump-[0-9a-f]{16}\.(requested|tape|rejected|part)")
 ABANDONED_S = 3600.0
-START_TIMEOUT_S = 10.0
-_SERVER_FILES = frozenset((OWNER_LOCK, SIDECAR_LOCK, STARTING_FILE, INSTANCE_FILE, SERVICE_FILE, ERROR_FILE))
+_SERVER_FILES = frozenset(
+    (OWNER_LOCK, SIDECAR_LOCK, STARTING_FILE, INSTANCE_FILE, SERVICE_FILE, ERROR_FILE, LEDGER_FILE)
+)
 _RING_SUFFIXES = frozenset((layout.SUFFIX_REQUESTS, layout.SUFFIX_STEPS))
 _FLOCK = struct.Struct("hhqqi")
 """`struct flock` of 64-bit Linux: type, whence, start, length, pid."""
@@ -188,29 +189,6 @@ def _query_lock(descriptor: int) -> tuple[int, ...]:
     """
     query = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
     return _FLOCK.unpack(fcntl.fcntl(descriptor, fcntl.F_GETLK, query))
-
-
-def claim_sidecar_start(folder: Path) -> bool:
-    """Returns whether this process is to start the sidecar.
-
-    False while a sidecar that another process started may still come up.
-    """
-    starting = folder / STARTING_FILE
-    try:
-        if not is_starting(folder):
-            private_files.remove_beside_rings(starting)
-        os.close(private_files.open_beside_rings(starting, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
-    except FileExistsError:
-        return False
-    except OSError as error:
-        return error.errno not in RESOURCE_ERRNOS
-    return True
-
-
-def is_starting(folder: Path) -> bool:
-    """Returns whether a sidecar that any process started here may still take its lock."""
-    status = private_files.read_status(folder / STARTING_FILE)
-    return status is not None and time.time() - status.st_mtime <= START_TIMEOUT_S
 
 
 def claim_dead_servers(folder: Path) -> Iterator[tuple[Path, FileLock]]:

@@ -16,9 +16,8 @@ from typing import NamedTuple
 
 from otel_infer import semconv
 from otel_infer.config import private_files
-from otel_infer.ringbuffer import layout
+from otel_infer.ringbuffer import directory, layout
 
-LEDGER_FILE = "ledger"
 MAGIC = 0x4F54454C_4C454447  # "OTELLEDG"
 _W_MAGIC, _W_READERS, _W_CLOSED_RING, _W_OFFERED, _W_NOT_RECORDED = range(5)
 _FIRST_RESULT = 16
@@ -113,9 +112,9 @@ class RequestLedger:
 
 def open_ledger(folder: Path) -> RequestLedger:
     """Returns the ledger of this server's folder, created if it is missing; raises `OSError`."""
-    descriptor = private_files.open_beside_rings(folder / LEDGER_FILE, os.O_RDWR | os.O_CREAT)
+    descriptor = private_files.open_beside_rings(folder / directory.LEDGER_FILE, os.O_RDWR | os.O_CREAT)
     try:
-        private_files.check_private(os.fstat(descriptor), folder / LEDGER_FILE)
+        private_files.check_private(os.fstat(descriptor), folder / directory.LEDGER_FILE)
         os.posix_fallocate(descriptor, 0, layout.PAGE)
         return RequestLedger(mmap.mmap(descriptor, layout.PAGE))
     finally:
@@ -128,7 +127,7 @@ def read_server_counts(folder: Path) -> RequestCounts:
     They change while they are read, so a request that is being settled may still count as open.
     """
     names = private_files.list_names(folder, any_owner=True)
-    ledger = RequestLedger(bytearray(_read_page(folder / LEDGER_FILE)))
+    ledger = RequestLedger(bytearray(_read_page(folder / directory.LEDGER_FILE)))
     offered, not_recorded = ledger.closed_counts
     for name in names:
         if not name.endswith(layout.SUFFIX_REQUESTS):

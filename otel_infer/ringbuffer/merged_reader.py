@@ -21,7 +21,7 @@ import numpy as np
 
 from otel_infer import _clock
 from otel_infer.config import private_files
-from otel_infer.ringbuffer import directory, events, layout
+from otel_infer.ringbuffer import directory, events, layout, sidecar_claim
 from otel_infer.ringbuffer.ledger import RequestLedger
 from otel_infer.ringbuffer.process_rings import ProcessRings
 from otel_infer.ringbuffer.reader import InvalidRing, RequestReader, RingNotReady
@@ -79,7 +79,7 @@ class MergedReader:
         try:
             descriptor = private_files.open_beside_rings(path, os.O_RDWR)
         except OSError as error:
-            if error.errno not in directory.RESOURCE_ERRNOS:
+            if error.errno not in sidecar_claim.RESOURCE_ERRNOS:
                 self.rejected.append(f"{path.name}: {error.strerror}")
                 self._known_rings.add(key)
             return
@@ -92,7 +92,7 @@ class MergedReader:
             os.close(descriptor)
         except (InvalidRing, ValueError, OSError) as failure:
             os.close(descriptor)
-            if not isinstance(failure, OSError) or failure.errno not in directory.RESOURCE_ERRNOS:
+            if not isinstance(failure, OSError) or failure.errno not in sidecar_claim.RESOURCE_ERRNOS:
                 self.rejected.append(f"{path.name}: {failure}")
                 self._known_rings.add(key)
 

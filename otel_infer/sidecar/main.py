@@ -7,7 +7,6 @@ its destinations follow from the standard environment.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import gc
 import logging
@@ -21,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from otel_infer import _clock
 from otel_infer.config.environment import Config, from_json_dict, hide_refused_values
-from otel_infer.config.private_files import read_status, remove_beside_rings
+from otel_infer.config.private_files import read_status
 from otel_infer.export.console import Console
 from otel_infer.export.interfaces import RequestExporter
 from otel_infer.export.metrics.sender import MetricsSender
@@ -87,7 +86,7 @@ def main(boot: dict[str, Any]) -> None:
     configure_logging(settings.log)
     lock = directory.FileLock(Path(boot["folder"]) / directory.SIDECAR_LOCK)
     try:
-        if not _acquire_lock(lock):
+        if not _acquire_lock(lock, boot["claim"]):
             sys.exit(0)
         Sidecar(lock, settings, boot["resource"]).run()
     except Exception as error:
@@ -97,12 +96,13 @@ def main(boot: dict[str, Any]) -> None:
     sys.exit(0)
 
 
-def _acquire_lock(lock: directory.FileLock) -> bool:
+def _acquire_lock(lock: directory.FileLock, claim: int) -> bool:
+    """Takes the sidecar's lock, then releases the right to start it (`sidecar_claim.claim_sidecar_start`)."""
     try:
         return lock.acquire()
     finally:
-        with contextlib.suppress(OSError):
-            remove_beside_rings(lock.path.parent / directory.STARTING_FILE)
+        if claim >= 0:
+            os.close(claim)
 
 
 def make_pipeline(

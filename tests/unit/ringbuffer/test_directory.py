@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from otel_infer.ringbuffer import directory, layout
+from otel_infer.ringbuffer import directory, layout, sidecar_claim
 from otel_infer.ringbuffer.arena import FileArena, RingUnavailable
 from otel_infer.ringbuffer.writer import RequestWriter
 
@@ -232,10 +232,10 @@ def test_a_live_or_starting_server_is_not_claimed(shm: Path) -> None:
 
 def test_a_dead_server_with_starting_sidecar_is_skipped(shm: Path) -> None:
     mine, dead = directory.create_server_folder(shm), dead_server(shm)
-    assert directory.claim_sidecar_start(dead)
+    claim = sidecar_claim.claim_sidecar_start(dead)
+    assert claim is not None
     assert [] == list(directory.claim_dead_servers(mine))
-    long_ago = time.time() - directory.START_TIMEOUT_S - 1
-    os.utime(dead / directory.STARTING_FILE, (long_ago, long_ago))
+    os.close(claim)
     assert [dead] == [folder for folder, _ in directory.claim_dead_servers(mine)]
 
 
@@ -303,16 +303,6 @@ def test_a_ring_counts_as_written_by_its_header(own: Path) -> None:
     assert directory._is_written(own / f"2-b{layout.SUFFIX_REQUESTS}")
 
 
-def test_one_process_at_once_may_start_the_sidecar(own: Path) -> None:
-    assert directory.claim_sidecar_start(own)
-    assert not directory.claim_sidecar_start(own)
-    os.utime(own / directory.STARTING_FILE, (1, 1))
-    assert directory.claim_sidecar_start(own)
-    assert not directory.claim_sidecar_start(own)
-    (own / directory.STARTING_FILE).unlink()  # the sidecar does this once it runs
-    assert directory.claim_sidecar_start(own)
-
-
 def test_served_folders_are_found_from_folder_and_parents(
     tmp_path: Path,
 ) -> None:
@@ -350,9 +340,9 @@ def test_without_descriptors_locks_count_as_held(own: Path, monkeypatch: pytest.
     with monkeypatch.context() as patched:
         patched.setattr(os, "open", fail_open)
         assert directory.is_held(own / directory.SIDECAR_LOCK)
-        assert not directory.claim_sidecar_start(own)
+        assert sidecar_claim.claim_sidecar_start(own) is None
     assert not directory.is_held(own / directory.SIDECAR_LOCK)
-    assert directory.claim_sidecar_start(own)
+    assert sidecar_claim.claim_sidecar_start(own) is not None
 
 
 def test_a_folder_writable_by_others_is_not_served(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -376,8 +366,11 @@ def test_folder_of_an_ended_server_holds_dead_rings(tmp_path: Path) -> None:
     RequestWriter(arena, "1-a", "toy")
     arena.close()
     assert directory.holds_dead_server(tmp_path)
-    (tmp_path / directory.STARTING_FILE).touch()
+    claim = sidecar_claim.claim_sidecar_start(tmp_path)
+    assert claim is not None
     assert not directory.holds_dead_server(tmp_path)
+    os.close(claim)
+    assert directory.holds_dead_server(tmp_path)
 
 
 def test_incomplete_rings_and_missing_folders_are_no_dead_server(tmp_path: Path) -> None:

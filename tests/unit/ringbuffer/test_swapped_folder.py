@@ -13,7 +13,7 @@ import pytest
 
 from otel_infer import _clock
 from otel_infer.config.private_files import open_folder
-from otel_infer.ringbuffer import directory
+from otel_infer.ringbuffer import directory, sidecar_claim
 from otel_infer.ringbuffer.arena import FileArena, ForeignFolder, RingUnavailable
 from otel_infer.ringbuffer.merged_reader import MergedReader
 from otel_infer.ringbuffer.writer import RequestWriter
@@ -34,7 +34,7 @@ def read_rings(folder: Path) -> None:
 
 OPERATIONS: dict[str, Callable[[Path], object]] = {
     "take the sidecar's lock": lambda folder: directory.FileLock(folder / directory.SIDECAR_LOCK).acquire(),
-    "claim the start": directory.claim_sidecar_start,
+    "claim the start": sidecar_claim.claim_sidecar_start,
     "store the service": lambda folder: ServiceResource(folder, {"service.name": "mine"}).save(),
     "store why it ended": lambda folder: launcher.write_end_reason(folder, ValueError("x")),
     "create rings": lambda folder: RequestWriter(FileArena(folder), "2-b", "server"),
@@ -63,9 +63,9 @@ def make_victim(folder: Path) -> Path:
     RequestWriter(arena, "1-a", "server")
     arena.close()
     for name in (directory.INSTANCE_FILE, directory.SERVICE_FILE, directory.ERROR_FILE, directory.SIDECAR_LOCK,
-                 directory.STARTING_FILE, f"{DUMP}.requested", f"{DUMP}.part"):  # fmt: skip
+                 sidecar_claim.STARTING_FILE, f"{DUMP}.requested", f"{DUMP}.part"):  # fmt: skip
         (folder / name).write_text("kept")
-    os.utime(folder / directory.STARTING_FILE, (1, 1))
+    os.utime(folder / sidecar_claim.STARTING_FILE, (1, 1))
     return folder
 
 
