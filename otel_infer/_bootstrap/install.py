@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from otel_infer import _clock
 from otel_infer._bootstrap import startup_message
+from otel_infer._bootstrap.exit_signal import ExitSignalHandler
 from otel_infer.config import environment, propagators
 from otel_infer.config.environment import Config
 from otel_infer.config.resource import detect_resource
@@ -53,6 +54,7 @@ class _Installation:
         self._old_sidecars: list[Any] = []
         self._exit_finalizer: Any = None
         self._start_claim: int | None = None
+        self._exit_signal = ExitSignalHandler(self._close_reader)
         self._lock, self._restarts, self._start_recorder = (
             threading.Lock(),
             launcher.RestartBackoff(),
@@ -107,6 +109,8 @@ class _Installation:
         timing.is_on = self.settings.device_timing != "off" and cuda_graphs.instrumentor in self.installed
         for integration in self.installed:
             integration.install()
+        if provider is not None or self.settings.mode == "in-process":
+            self._exit_signal.install()
         return True
 
     def uninstrument(self) -> None:
@@ -118,6 +122,7 @@ class _Installation:
         recorder.stop()
         self._start_recorder.mark_recorded()
         request_span.span_factory = None
+        self._exit_signal.remove()
         reader, self.reader = self.reader, None
         if reader is not None:
             atexit.unregister(reader.close)
@@ -134,6 +139,10 @@ class _Installation:
         self.why_in_process = self._sidecar_error = ""
         self._is_env_exported = self._is_startup_reported = self._had_reader = False
         self._restarts = launcher.RestartBackoff()
+
+    def _close_reader(self) -> None:
+        if self.reader is not None:
+            self.reader.close()
 
     def list_statuses(self) -> list[InstrumentorStatus]:
         """Returns the status of each installed integration."""

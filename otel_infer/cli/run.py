@@ -23,7 +23,7 @@ from otel_infer.config.environment import Config, child_environment, from_env, p
 from otel_infer.config.private_files import list_names, open_private_file
 from otel_infer.config.resource import detect_resource
 from otel_infer.ringbuffer import directory, layout
-from otel_infer.ringbuffer.arena import RingUnavailable
+from otel_infer.ringbuffer.arena import FileArena, RingUnavailable, choose_sizes
 from otel_infer.sidecar import launcher
 
 FORWARDED_SIGNALS = (
@@ -168,6 +168,7 @@ class Supervisor:
                 raise RingUnavailable(
                     f"{taken} belongs to another server: set OTEL_INFER_RINGS to a different folder"
                 )
+            choose_sizes(FileArena(self._folder), lambda sizes: sizes.requests_bytes)  # raises if none fits
             self._start_sidecar()
         except (RingUnavailable, OSError, launcher.SidecarStartError) as reason:
             print(f"otel-infer: no sidecar ({reason}); each process exports by itself", file=sys.stderr)
