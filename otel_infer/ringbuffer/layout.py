@@ -62,6 +62,8 @@ W_OFFERED = 17
 """Requests that this process offered for recording, recorded or not. A fragment of another process's request is none."""
 W_NOT_RECORDED = 18
 """Those of them that were not recorded: no free slot, or an error."""
+W_STRINGS_REUSED = 19
+"""Counts how often ids of the string table became free for other texts."""
 HEADER_WORDS = 32
 TEXT_OFFSET = HEADER_WORDS * 8
 TEXT_LENGTH = struct.Struct("<I")
@@ -94,7 +96,7 @@ STRING = struct.Struct("<126sH")
 STRING_BYTES = 128
 STRING_MAX = 126
 STRING_OTHER = 0xFFFF
-"""Id of a string that found the table full; no table is long enough for it. It is read as `_OTHER`."""
+"""Id of a string that found the table full of texts in use; no table is long enough for it. It is read as `_OTHER`."""
 
 # ── step ring ────────────────────────────────────────────────────────────────────────────────────────────────────
 RECORD_HEAD = struct.Struct("<QHBx")

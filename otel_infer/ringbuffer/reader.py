@@ -82,6 +82,7 @@ class RequestReader:
         self._cells: Words = words.reshape(cells, 8)
         self._slots = slots
         self._strings: dict[int, str] = {0: ""}
+        self._strings_reused = 0
         self._window = np.arange(min(WINDOW, cells))
         self._next = 0
         self._complete = 0
@@ -98,6 +99,8 @@ class RequestReader:
 
     def poll(self, now: int, final: bool = False) -> Iterator[events.RecordedEvent]:
         """Yields new events that were complete at the previous poll; `final`: all that are complete now."""
+        if self._strings_reused != (reused := int(self.header.words[layout.W_STRINGS_REUSED])):
+            self._strings, self._strings_reused = {0: ""}, reused
         newest = self._find_newest()
         self.fill_ratio = (newest - self._complete) / self.header.cells
         upto, self._complete = (newest if final else min(self._complete, newest)), newest
