@@ -3,7 +3,7 @@
 There are two kinds of file. Each has a fixed size and begins with one header page:
 
     NAME.requests   header | request ring: cells of 64 B | live table: 80 B a slot | string table: 128 B each
-    NAME.steps      header | step ring: records of n × 64 B
+    NAME.steps      header | step ring: records of n × 64 B; small rings of equal size follow each other
 
 A *cell* is written by one `pack_into`: sequence, code, part, parts, handle, 40 bytes of body, the sequence
 again. An event longer than a cell takes several cells. The first 4 bytes of each body are then the low word
@@ -64,6 +64,8 @@ W_NOT_RECORDED = 18
 """Those of them that were not recorded: no free slot, or an error."""
 W_STRINGS_REUSED = 19
 """Counts how often ids of the string table became free for other texts."""
+W_NUMBER = 20
+"""In a step ring: its number among those of its process, from 1."""
 HEADER_WORDS = 32
 TEXT_OFFSET = HEADER_WORDS * 8
 TEXT_LENGTH = struct.Struct("<I")

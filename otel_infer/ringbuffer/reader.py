@@ -42,7 +42,7 @@ class InvalidRing(Exception):
 class RingHeader:
     """Header page of a ring file."""
 
-    def __init__(self, memory: mmap.mmap) -> None:
+    def __init__(self, memory: mmap.mmap | memoryview) -> None:
         if len(memory) < layout.PAGE:
             raise InvalidRing("shorter than a ring header")
         self.words: Words = np.frombuffer(memory, np.uint64, layout.HEADER_WORDS)
@@ -59,7 +59,9 @@ class RingHeader:
         (length,) = layout.TEXT_LENGTH.unpack_from(memory, layout.TEXT_OFFSET)
         begin = layout.TEXT_OFFSET + layout.TEXT_LENGTH.size
         try:
-            self.text: dict[str, Any] = json.loads(memory[begin : begin + min(length, layout.TEXT_MAX)])
+            self.text: dict[str, Any] = json.loads(
+                bytes(memory[begin : begin + min(length, layout.TEXT_MAX)])
+            )
         except ValueError as error:
             raise InvalidRing("header text is not valid JSON") from error
         self.pid = int(self.words[layout.W_PID])

@@ -78,7 +78,9 @@ class StringTable:
             elif not self._closed_at:
                 if cell - self._swept_at >= REVOLUTIONS * self._ring_cells:
                     self._unused, self._closed_at = {}, cell
-            elif cell - self._closed_at >= self._ring_cells // 4:  # whoever took an id meanwhile has it in `ids`
+            elif (
+                cell - self._closed_at >= self._ring_cells // 4
+            ):  # whoever took an id meanwhile has it in `ids`
                 self._free_unused()
                 self._swept_at = self._closed_at = 0
         finally:

@@ -26,7 +26,9 @@ from otel_infer.ringbuffer.string_table import StringTable
 from otel_infer.ringbuffer.text_limits import pack_text_to_fit
 
 
-def write_header(memory: mmap.mmap, sizes: RingSizes, text: dict[str, Any]) -> memoryview:
+def write_header(
+    memory: mmap.mmap | memoryview, sizes: RingSizes, text: dict[str, Any], number: int = 0
+) -> memoryview:
     """Fills the header page and returns it as u64 words.
 
     The magic is written last, because it marks the rest as complete.
@@ -44,6 +46,7 @@ def write_header(memory: mmap.mmap, sizes: RingSizes, text: dict[str, Any]) -> m
     words[layout.W_CELLS] = sizes.cells
     words[layout.W_LIVE_SLOTS] = sizes.live_slots
     words[layout.W_STRINGS] = sizes.strings
+    words[layout.W_NUMBER] = number
     words[layout.W_MAGIC] = layout.MAGIC
     return words
 

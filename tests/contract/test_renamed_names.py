@@ -29,7 +29,13 @@ NAMES = sorted(path.name.removesuffix(".json.gz") for path in FOLDER.glob("*.jso
 PAGE = ROOT / "docs" / "reference" / "renamed-names.md"
 PROSE = {"evidence", "complaint", "meaning", "change", "note"}
 """Keys of `explain` whose values are sentences."""
-VOLATILE = ("infer.self.cpu", "infer.self.memory", "infer.self.steps.share", "infer.self.lost", "infer.self.requests")
+VOLATILE = (
+    "infer.self.cpu",
+    "infer.self.memory",
+    "infer.self.steps.share",
+    "infer.self.lost",
+    "infer.self.requests",
+)
 """Figures of this process, and counts that were added since: losses by reason, and what became of requests."""
 
 
