@@ -47,6 +47,8 @@ class Assembler:
         self.engines: dict[int, EngineStepLog] = {}
         self._seen_step_kinds: dict[tuple[int, str], StepKinds] = {}
         self.events_lost = self.events_torn = 0
+        self.requests_seen = 0
+        """Requests that were opened here, without those that an earlier reader has concluded."""
         self.steps: list[StepRecord] = []
         self.workers, self.processes, self._clocks = WorkerState(), ProcessState(), GpuClocks()
         self._fragments, self._pauses, self._startups = RequestFragments(), Pauses(), StartupTracker()
@@ -147,10 +149,13 @@ class Assembler:
             self._join_request(ring, handle, event.span_id)
             return
         before = self.open_requests.get((ring, handle))
-        if before is not None and before.arrived.span_id != event.span_id:
-            self._end_unobserved(before, event.at)
-        elif before is not None and (before.ended is not None or not before.recovered):  # a duplicate
-            return
+        if before is not None and before.arrived.span_id == event.span_id:
+            if before.ended is not None or not before.recovered:  # a duplicate
+                return
+        else:
+            self.requests_seen += 1
+            if before is not None:
+                self._end_unobserved(before, event.at)
         request = self.open_requests[ring, handle] = OpenRequest(ring, handle, event)
         self._fragments.add_request(request)
         request.start_ids = self._startups.record_arrival(ring, event)
@@ -177,6 +182,7 @@ class Assembler:
         )
         request = self.open_requests[ring, handle] = OpenRequest(ring, handle, arrived)
         self._fragments.add_request(request)
+        self.requests_seen += 1
         request.recovered = True
         request.mark_events_lost()
         request.mark_steps_lost()
@@ -206,7 +212,9 @@ class Assembler:
             if self.open_requests.get(key) is request:  # else the handle is in use by another request
                 del self.open_requests[key]
             self._fragments.remove_request(request)
-            if due > self._processed_until.get(request.ring, 0):
+            if due <= self._processed_until.get(request.ring, 0):
+                self.requests_seen -= 1
+            else:
                 request.close_at(due)
                 self._pauses.attach_to_request(request)
                 self._closed.append(request)

@@ -10,9 +10,14 @@ from otel_infer.export.sampling import tail_sampler
 
 
 class RequestExporter(Protocol):
-    """A destination of finished requests: all requests, or with `exported_only` the exported ones."""
+    """A destination of finished requests: all requests, or with `exported_only` the exported ones.
+
+    `taken`: how many requests to be exported it took so far. It counts in the server's ledger what becomes of
+    each.
+    """
 
     exported_only: bool
+    taken: int
 
     def export_request(self, record: RequestRecord, decision: tail_sampler.Decision) -> None: ...
 

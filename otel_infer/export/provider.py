@@ -22,6 +22,7 @@ from otel_infer.export.sampling import tail_sampler
 from otel_infer.export.spans import startup, tree
 from otel_infer.export.spans.exporter import select_steps
 from otel_infer.ringbuffer import events
+from otel_infer.ringbuffer.ledger import RequestLedger
 from otel_infer.tracing.pending_spans import ProviderSpans
 
 
@@ -29,7 +30,7 @@ class TracerProviderExporter:
     """Exporter to a TracerProvider.
 
     `pop_pending`: returns the live spans of a request by its span id, once; None for a request of another
-    process.
+    process. `ledger`: counts the requests; what the provider does with their spans is not known.
     """
 
     exported_only = False
@@ -39,16 +40,31 @@ class TracerProviderExporter:
         tracer: trace.Tracer,
         pop_pending: Callable[[bytes], ProviderSpans | None],
         latency_attributes: bool,
+        ledger: RequestLedger | None = None,
     ) -> None:
+        self.taken, self._ledger = 0, ledger or RequestLedger()
         self._tracer, self._pop_pending, self._latency_attributes = tracer, pop_pending, latency_attributes
         self._startup_contexts: dict[bytes, SpanContext] = {}
 
     def export_request(self, record: RequestRecord, decision: tail_sampler.Decision) -> None:
         """Ends the live spans of a request, and exports the spans below them."""
         pending = self._pop_pending(record.span_id)
+        self.taken += decision.export
         if pending is None:
+            if decision.export:
+                self._ledger.add_lost(semconv.LOSS_NOT_CONVERTED)
             return
-        server, request = pending
+        self._end_spans(record, decision, *pending)
+        if decision.export:
+            self._ledger.add_result(semconv.EXPORT_RESULT_EXPORTED)
+
+    def _end_spans(
+        self,
+        record: RequestRecord,
+        decision: tail_sampler.Decision,
+        server: trace.Span | None,
+        request: trace.Span,
+    ) -> None:
         started: dict[bytes, trace.Span] = {record.span_id: request}
         if server is not None:
             started[record.server_span_id] = server

@@ -27,7 +27,7 @@ from typing import NamedTuple
 MAGIC = 0x4F54454C_494E4652  # "OTELINFR"
 MAGIC_BYTES = MAGIC.to_bytes(8, sys.byteorder)
 """First bytes of a ring; they are written after the rest of its header."""
-VERSION = 3
+VERSION = 4
 PAGE = 4096
 SUFFIX_REQUESTS = ".requests"
 SUFFIX_STEPS = ".steps"
@@ -58,6 +58,10 @@ W_FLUSH_DONE = 15
 """Written by the reader: the last of these requests that it completed."""
 W_THREAD = 16
 """In a step ring: the kernel's id of the thread that writes it; 0 = unknown."""
+W_OFFERED = 17
+"""Requests that this process offered for recording, recorded or not. A fragment of another process's request is none."""
+W_NOT_RECORDED = 18
+"""Those of them that were not recorded: no free slot, or an error."""
 HEADER_WORDS = 32
 TEXT_OFFSET = HEADER_WORDS * 8
 TEXT_LENGTH = struct.Struct("<I")

@@ -8,7 +8,6 @@ between namespaces and are reused.
 
 from __future__ import annotations
 
-import fcntl
 import mmap
 import os
 from bisect import bisect_right
@@ -21,6 +20,8 @@ import numpy as np
 
 from otel_infer import _clock
 from otel_infer.ringbuffer import directory, events, layout
+from otel_infer.ringbuffer.ledger import RequestLedger
+from otel_infer.ringbuffer.process_rings import ProcessRings
 from otel_infer.ringbuffer.reader import InvalidRing, RequestReader, RingNotReady
 from otel_infer.ringbuffer.step_reader import StepReader
 
@@ -30,44 +31,12 @@ _SUFFIXES = layout.SUFFIX_REQUESTS, layout.SUFFIX_STEPS
 _READER_EVENTS = (events.EventsLost, events.StepsLost)
 
 
-class _ProcessRings:
-    """Rings of one writing process; `descriptor` is −1 for rings in the reader's own memory."""
-
-    def __init__(self, ring: int, reader: RequestReader, descriptor: int, path: Path | None) -> None:
-        self.ring, self.reader, self.descriptor, self.path = ring, reader, descriptor, path
-        self.engines: list[tuple[StepReader, int, Path | None]] = []
-        self.processed_until = int(reader.header.words[layout.W_PROCESSED_UNTIL])
-        """Instant up to which an earlier reader exported requests; 0 = there was none."""
-        self.latest_event_at = 0
-        self.was_alive = False
-        self.reported = self.read_counts() if self.processed_until else Counter[str]()
-        """Counts that an earlier reader has reported."""
-
-    def read_counts(self) -> Counter[str]:
-        """Returns what the writers of this process counted so far, see `MergedReader.counts`."""
-        words = self.reader.header.words
-        lost = sum(int(steps.header.words[layout.W_LOST]) for steps, _, _ in self.engines)
-        return Counter(
-            errors=int(words[layout.W_ERRORS]),
-            unrecorded=int(words[layout.W_UNRECORDED]) + lost,
-            values_cut=int(words[layout.W_VALUES_CUT]),
-        )
-
-    def is_dead(self) -> bool:
-        if self.descriptor < 0:
-            return False
-        try:
-            fcntl.lockf(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            return False
-        return True
-
-
 class MergedReader:
-    """Reader of all rings that were added."""
+    """Reader of all rings that were added. `ledger`: gets the requests of rings that are removed."""
 
-    def __init__(self) -> None:
-        self._processes: dict[str, _ProcessRings] = {}
+    def __init__(self, ledger: RequestLedger | None = None) -> None:
+        self.ledger = ledger or RequestLedger()
+        self._processes: dict[str, ProcessRings] = {}
         self._ring_numbers = iter(range(1, 1 << 31))
         self._pending: list[events.RecordedEvent] = []
         self._previous = 0
@@ -75,6 +44,7 @@ class MergedReader:
         self._known_rings: set[str] = set()
         self.rejected: list[str] = []
         self._counts_before: Counter[str] = Counter()
+        self._damaged: list[tuple[int, int]] = []
         self.has_seen_rings = False
         self.horizon = 0
         """Events up to this instant were returned (monotonic ns)."""
@@ -132,7 +102,8 @@ class MergedReader:
             requests = RequestReader(memory, next(self._ring_numbers))
             if requests.header.text.get("boot_id", "") != layout.read_boot_id():
                 raise InvalidRing("written in another boot of this machine")
-            process = self._processes[prefix] = _ProcessRings(requests.ring, requests, descriptor, file)
+            process = self._processes[prefix] = ProcessRings(requests.ring, requests, descriptor, file)
+            process.is_counted = self.ledger.is_closed(process.started_at)
             self._announce_process(process, now)
         else:
             owner = self._processes.get(prefix.rpartition("-")[0])
@@ -149,7 +120,7 @@ class MergedReader:
         self._known_rings.add(key)
         self.has_seen_rings = True
 
-    def _announce_process(self, process: _ProcessRings, now: int) -> None:
+    def _announce_process(self, process: ProcessRings, now: int) -> None:
         header, processed_until = process.reader.header, process.processed_until
         text = header.text
         seen = events.ProcessSeen(
@@ -185,7 +156,7 @@ class MergedReader:
             self._remove_dead_processes(now)
         return self._release_until(None if final else self._previous, now)
 
-    def _poll_process(self, process: _ProcessRings, now: int, final: bool) -> list[events.RecordedEvent]:
+    def _poll_process(self, process: ProcessRings, now: int, final: bool) -> list[events.RecordedEvent]:
         """Reads the rings of a process; returns the events of its request ring."""
         # Steps first: a step refers only to earlier events, which the request ring, read after, contains.
         step_events = [event for steps, _, _ in process.engines for event in steps.poll(now, final)]
@@ -270,6 +241,18 @@ class MergedReader:
             counts.subtract(process.reported)
         return counts
 
+    def count_requests(self) -> tuple[int, int]:
+        """Returns the requests that were offered to all rings so far, and those of them that were not recorded."""
+        counts = [
+            self.ledger.closed_counts,
+            *(process.read_requests() for process in self._processes.values()),
+        ]
+        return sum(offered for offered, _ in counts), sum(refused for _, refused in counts)
+
+    def has_holes(self) -> bool:
+        """Returns whether a ring is not read further yet, because a cell of it is still being written."""
+        return any(process.reader.is_waiting for process in self._processes.values())
+
     def close(self, remove: bool) -> None:
         """Closes all rings; `remove` deletes the files of living processes too."""
         for prefix in list(self._processes):
@@ -283,7 +266,7 @@ class MergedReader:
         self._previous = now
         return released
 
-    def _add_live_list(self, process: _ProcessRings, at: int) -> None:
+    def _add_live_list(self, process: ProcessRings, at: int) -> None:
         """Adds the handles in the live table; `at` is just before the table is read.
 
         A request that ended before `at` has recorded its end earlier, and the end is returned before this
@@ -292,7 +275,7 @@ class MergedReader:
         listed = events.LiveListed(at, [handle for handle, _ in process.reader.read_live_requests()])
         self._pending.append(events.RecordedEvent(process.ring, 0, listed))
 
-    def _recover_live_requests(self, process: _ProcessRings, now: int) -> Iterator[events.RecordedEvent]:
+    def _recover_live_requests(self, process: ProcessRings, now: int) -> Iterator[events.RecordedEvent]:
         for handle, recovered in process.reader.read_live_requests():
             yield events.RecordedEvent(process.ring, handle, recovered)
 
@@ -325,6 +308,10 @@ class MergedReader:
         process = self._processes.pop(prefix)
         self._counts_before.update(process.read_counts())
         self._counts_before.subtract(process.reported)
+        if not remove:
+            self._damaged.append(process.read_requests())
+        elif not process.is_counted:
+            self.ledger.close_ring(process.started_at, *process.read_requests())
         rings = [(process.descriptor, process.path), *((fd, path) for _, fd, path in process.engines)]
         for descriptor, path in rings:
             if descriptor >= 0:

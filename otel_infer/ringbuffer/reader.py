@@ -116,6 +116,11 @@ class RequestReader:
         if recorded:
             self._latest_event_at = max(self._latest_event_at, recorded[-1].event.at)
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a reserved cell is awaited that its writer has not written yet."""
+        return self._hole_polls > 0
+
     def is_filled_above(self, share: float) -> bool:
         """Returns whether more than this share of the ring was written since the last poll.
 

@@ -142,6 +142,8 @@ class Recorder:
             return writer.open_request(arrived) if writer is not None else 0
         except Exception as error:  # the request continues unrecorded
             self._report_lost_event(error)
+            if self.requests is not None:
+                self.requests.count_not_recorded(arrived)
             return 0
 
     def _run_maintenance(self, at: int) -> None:
@@ -323,7 +325,8 @@ class Recorder:
         for event in (self._get_process_start(), *self._startup_events, *self._hook_reports.values()):
             if event is not None:
                 writer.write_event(0, event)
-        writer.words[layout.W_UNRECORDED] += self._lost_before
+        for word in (layout.W_UNRECORDED, layout.W_OFFERED, layout.W_NOT_RECORDED):
+            writer.words[word] += self._lost_before
         self._lost_before, self._repeated_at = 0, _clock.now()
         self.arena, self.requests = arena, writer
         return writer

@@ -131,13 +131,29 @@ class RequestWriter:
         return self._slots - len(self._free_slots)
 
     def open_request(self, arrived: events.RequestArrived) -> int:
-        """Gives the request a live slot, records its arrival, and returns its handle (0 = table full)."""
+        """Gives the request a live slot, records its arrival, and returns its handle (0 = table full).
+
+        A request is counted as offered after its cells are written, so that a reader never misses one that it
+        has not read yet. The additions are atomic under the GIL, because nothing is called in between.
+        """
         try:
             slot = self._free_slots.popleft()
         except IndexError:
             self.words[layout.W_UNRECORDED] += 1
+            self.count_not_recorded(arrived)
             return 0
         handle = slot | self._generations[slot] << _SLOT_BITS
+        try:
+            self._write_arrival(slot, handle, arrived)
+        except Exception:
+            self._free_slot(slot)
+            raise
+        if not arrived.flags & events.JOINED:
+            self.words[layout.W_OFFERED] += 1
+        return handle
+
+    def _write_arrival(self, slot: int, handle: int, arrived: events.RequestArrived) -> None:
+        """Writes the live slot and the two cells of an arrival."""
         offset = self._live_offset + slot * _LIVE_BYTES
         at, wall_at, trace, span, parent, server, flags, operation, provider, model, name = arrived
         memory = self.memory
@@ -164,7 +180,12 @@ class RequestWriter:
             *string_ids,
             rest,
         )
-        return handle
+
+    def count_not_recorded(self, arrived: events.RequestArrived) -> None:
+        """Counts a request that is not recorded; a fragment of another process's request is not counted."""
+        if not arrived.flags & events.JOINED:
+            self.words[layout.W_NOT_RECORDED] += 1
+            self.words[layout.W_OFFERED] += 1
 
     def close_request(self, handle: int, ended: events.RequestEnded | events.ExchangeEnded) -> None:
         """Records the end and frees the slot.
@@ -174,13 +195,15 @@ class RequestWriter:
         try:
             self.write_event(handle, ended)
         finally:
-            slot, generations = handle & _SLOT_MASK, self._generations
-            generation = generations[slot]
-            if handle and handle >> _SLOT_BITS == generation:
-                offset = self._live_offset + slot * _LIVE_BYTES
-                self.memory[offset : offset + _LIVE_BYTES] = _EMPTY_SLOT
-                generations[slot] = (generation + 1) % _GENERATIONS or 1
-                self._free_slots.append(slot)
+            slot = handle & _SLOT_MASK
+            if handle and handle >> _SLOT_BITS == self._generations[slot]:
+                self._free_slot(slot)
+
+    def _free_slot(self, slot: int) -> None:
+        offset = self._live_offset + slot * _LIVE_BYTES
+        self.memory[offset : offset + _LIVE_BYTES] = _EMPTY_SLOT
+        self._generations[slot] = (self._generations[slot] + 1) % _GENERATIONS or 1
+        self._free_slots.append(slot)
 
     # ── events ───────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -214,11 +214,16 @@ LOSS_QUEUE_FULL = "queue_full"
 LOSS_NOT_ENCODED = "not_encoded"
 LOSS_METRICS_REFUSED = "metrics_refused"
 LOSS_OVER_BUDGET = "steps_over_budget"
+"""Step spans that did not fit the budget; no request is lost."""
 LOSS_EVENTS_OVERWRITTEN = "events_overwritten"
 LOSS_EVENTS_TORN = "events_torn"
 LOSS_NOT_RECORDED = "not_recorded"
 LOSS_NOT_CONVERTED = "requests_not_converted"
 LOSS_VALUES_CUT = "values_cut"
+LOSS_SIDECAR_ENDED = "sidecar_ended"
+"""Requests that a sidecar had read and not exported when it was killed, or that came while none ran."""
+LOSS_UNCONFIRMED = "unconfirmed"
+"""Requests that were sent, without an answer of the destination; it may have them."""
 LOSS_REASONS = (
     LOSS_REFUSED,
     LOSS_QUEUE_FULL,
@@ -232,7 +237,23 @@ LOSS_REASONS = (
     LOSS_VALUES_CUT,
 )
 """Every reason has a series from the start, so that `rate()` and `increase()` see its first loss."""
-"""Step spans that did not fit the budget; no request is lost."""
+REQUEST_LOSS_REASONS = (
+    LOSS_NOT_RECORDED,
+    LOSS_EVENTS_OVERWRITTEN,
+    LOSS_SIDECAR_ENDED,
+    LOSS_NOT_CONVERTED,
+    LOSS_NOT_ENCODED,
+    LOSS_QUEUE_FULL,
+    LOSS_REFUSED,
+    LOSS_UNCONFIRMED,
+)
+"""Why a whole request is not exported. Their order is the order of the ledger's words."""
+EXPORT_RESULT = "infer.export.result"
+EXPORT_RESULT_EXPORTED = "exported"
+EXPORT_RESULT_NOT_SAMPLED = "not_sampled"
+EXPORT_RESULT_REDUNDANT = "redundant"
+"""Another library's span contains all that the request's span would."""
+EXPORT_RESULTS = (EXPORT_RESULT_EXPORTED, EXPORT_RESULT_NOT_SAMPLED, EXPORT_RESULT_REDUNDANT)
 CPU_MODE = "cpu.mode"
 DOCTOR = "infer.doctor"
 CLIENT_TIME_TO_HEADERS = "infer.client.time_to_headers"

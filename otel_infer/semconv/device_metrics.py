@@ -5,6 +5,7 @@ from __future__ import annotations
 from otel_infer.semconv.attributes import (
     CPU_MODE,
     ERROR_TYPE,
+    EXPORT_RESULT,
     GPU_TASK,
     GPU_UNIT,
     HOOK_STATE,
@@ -89,6 +90,35 @@ SELF_LOST = Metric(
     "converted, step spans over the budget, spans not encoded, dropped from a full queue or refused, "
     "metrics refused.",
     (LOSS_REASON,),
+)
+SELF_REQUESTS_OFFERED = Metric(
+    "infer.self.requests.offered",
+    COUNTER,
+    "{request}",
+    "Requests that reached otel_infer, recorded or not. They are the exported, not sampled, redundant, open and "
+    "lost ones.",
+)
+SELF_REQUESTS = Metric(
+    "infer.self.requests",
+    COUNTER,
+    "{request}",
+    "Requests that the destination accepted (exported), that are not sampled, or that another library's span "
+    "contains (redundant).",
+    (EXPORT_RESULT,),
+)
+SELF_REQUESTS_LOST = Metric(
+    "infer.self.requests.lost",
+    COUNTER,
+    "{request}",
+    "Requests of which no span arrived, by reason: not recorded, events overwritten, sidecar ended, not converted, "
+    "not encoded, queue full, refused, unconfirmed.",
+    (LOSS_REASON,),
+)
+SELF_REQUESTS_OPEN = Metric(
+    "infer.self.requests.open",
+    UP_DOWN_COUNTER,
+    "{request}",
+    "Requests that are recorded and not settled: in flight, held for a decision, or waiting to be sent.",
 )
 SELF_STEPS_DROPPED = Metric(
     "infer.self.steps.dropped",

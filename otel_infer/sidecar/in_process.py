@@ -155,6 +155,7 @@ class InProcessReader(threading.Thread):
             self._provider.get_tracer("otel_infer"),
             request_span.pending_provider_spans.pop,
             self._settings.latency_attributes,
+            self._rings.ledger,
         )
         return Pipeline(self._settings, self._rings, [exporter], None, {}, None, _clock.read_clocks()[1])
 

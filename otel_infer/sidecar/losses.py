@@ -8,7 +8,7 @@ from otel_infer import semconv
 from otel_infer.assembly.assembler import Assembler
 from otel_infer.export.metrics.sender import MetricsSender
 from otel_infer.export.sampling.tail_sampler import TailSampler
-from otel_infer.export.spans.exporter import BatchSender
+from otel_infer.export.spans.batch_sender import BatchSender
 
 
 def count_losses(

@@ -24,9 +24,11 @@ from otel_infer.export.console import Console
 from otel_infer.export.interfaces import RequestExporter
 from otel_infer.export.metrics.sender import MetricsSender
 from otel_infer.export.otlp import transport
-from otel_infer.export.spans.exporter import BatchSender, OtlpSpanExporter, encode_resource_and_scope
-from otel_infer.ringbuffer import directory
+from otel_infer.export.spans.batch_sender import BatchSender
+from otel_infer.export.spans.exporter import OtlpSpanExporter, encode_resource_and_scope
+from otel_infer.ringbuffer import directory, ledger
 from otel_infer.ringbuffer.events import Value
+from otel_infer.ringbuffer.ledger import RequestLedger
 from otel_infer.ringbuffer.merged_reader import MergedReader
 from otel_infer.sidecar import launcher
 from otel_infer.sidecar.crash_recovery import SEND_TIMEOUT_S, CrashRecovery
@@ -116,6 +118,7 @@ def make_pipeline(
             sender = BatchSender(
                 transport.make_transport(settings.traces_protocol, settings.traces_compression),
                 lambda: encode_resource_and_scope(resource),
+                rings.ledger,
             )
         if settings.exports_metrics:
             metrics_sender = MetricsSender(settings.metrics_protocol, settings.metrics_compression)
@@ -156,7 +159,7 @@ class Sidecar:
         """
         self._lock, self._folder = lock, lock.path.parent
         self._is_persistent, self._stopped = stays, False
-        self._rings = MergedReader()
+        self._rings = MergedReader(_open_ledger(self._folder))
         self._service = ServiceResource(self._folder, resource)
         self._flight_recorder = FlightRecorder(
             self._folder, settings.dump_on_slo, bool(settings.dump_on_slo), settings.slo
@@ -315,6 +318,14 @@ class Sidecar:
         if (self._folder / directory.OWNER_LOCK).exists():
             return 0  # `otel-infer run` and its children have ended
         return LINGER_NS if self._rings.has_seen_rings else ORPHAN_NS
+
+
+def _open_ledger(folder: Path) -> RequestLedger:
+    try:
+        return ledger.open_ledger(folder)
+    except OSError as error:  # for example a full tmpfs
+        log.warning("requests are counted in this process only: %s", error)
+        return RequestLedger()
 
 
 def _make_recovery(folder: Path, settings: Config, resource: dict[str, Value]) -> CrashRecovery | None:

@@ -19,19 +19,20 @@ from otel_infer.assembly.records.request import RequestRecord
 from otel_infer.config import budget, slo
 from otel_infer.config.environment import Config
 from otel_infer.export.interfaces import RequestExporter, RequestListener
-from otel_infer.export.metrics import gpus, prometheus_endpoint, self_metrics
+from otel_infer.export.metrics import prometheus_endpoint, self_metrics
 from otel_infer.export.metrics.aggregator import MetricsAggregator
 from otel_infer.export.metrics.sender import MetricsSender
 from otel_infer.export.request_log import RequestLog
 from otel_infer.export.sampling import tail_sampler
-from otel_infer.export.spans.exporter import BatchSender
+from otel_infer.export.spans.batch_sender import BatchSender
 from otel_infer.gpu.nvml_poller import NvmlPoller
 from otel_infer.ringbuffer import events
 from otel_infer.ringbuffer.events import RecordedEvent, Value
 from otel_infer.ringbuffer.merged_reader import MergedReader
-from otel_infer.sidecar import losses, overhead
+from otel_infer.sidecar import losses, overhead, state_metrics
 from otel_infer.sidecar.recording import file
 from otel_infer.sidecar.recording.flight_recorder import FlightRecorder
+from otel_infer.sidecar.request_accounting import RequestAccounting
 
 log = logging.getLogger(__name__)
 _NEVER = 1 << 63
@@ -65,6 +66,7 @@ class Pipeline:
     ) -> None:
         self.config, self.rings, self.exporters, self.sender = config, rings, sinks, sender
         self.assembler = Assembler()
+        self.accounting = RequestAccounting(rings, self.assembler)
         # A provider creates its own span ids, and no spans of requests that it does not sample.
         self._uses_provider = bool(sinks) and sender is None
         self.sampler = tail_sampler.TailSampler(
@@ -115,13 +117,14 @@ class Pipeline:
     def _run_cycle(self, now: int, final: bool) -> bool:
         for throttled in self._gpu_poller.drain_events() if self._gpu_poller is not None else ():
             self.rings.add_event(RecordedEvent(SERVER_RING, 0, throttled))
+        self.accounting.snapshot_recorded()
         recorded = self.rings.poll(now, final)
         horizon = now + GRACE_NS if final else self.rings.horizon
         self._record_events(recorded, horizon)
         self.assembler.feed_events(recorded)
+        self.accounting.count_unseen(now, final)
         if final or now - self._exported_at >= EXPORT_INTERVAL_NS:
             self._exported_at = now if self.export_requests(horizon, final) else 0
-            self.rings.mark_processed(horizon)
         for exporter in self.exporters:
             exporter.flush(0 if final else now)
         if final or now - self._collected_at >= self.config.metric_export_interval_ms * 1_000_000:
@@ -149,7 +152,12 @@ class Pipeline:
             log.error("cannot write the tape, it ends here: %s", error)
 
     def export_requests(self, horizon: int, final: bool = False) -> bool:
-        """Exports requests that ended before `horizon`; returns whether any did. `final`: holds none."""
+        """Exports requests that ended before `horizon`; returns whether any did. `final`: holds none.
+
+        They are marked as processed first: a sidecar that is killed in between loses requests, which are counted,
+        but none is counted twice.
+        """
+        self.rings.mark_processed(min(horizon, self.rings.horizon + GRACE_NS))
         self._drain_engine_records()
         for start in self.assembler.drain_starts(horizon):  # before the requests that link to it
             self._run_guarded(self._export_start, start)
@@ -166,6 +174,9 @@ class Pipeline:
         for work in (self._record_decision, self._export_request):
             for record, decision in decided:
                 self._run_guarded(work, record, decision)
+        self.accounting.count_not_converted(
+            self.requests, self.sampler.held_requests + sum(exporter.taken for exporter in self.exporters)
+        )
         return bool(records)
 
     def _drain_engine_records(self) -> None:
@@ -224,6 +235,8 @@ class Pipeline:
         for exporter in self.exporters:
             if decision.export or not exporter.exported_only:
                 exporter.export_request(record, decision)
+        if not (decision.export and self.exporters):
+            self.accounting.add_dismissed(record.redundant)
 
     @property
     def metrics(self) -> MetricsAggregator:
@@ -267,7 +280,6 @@ class Pipeline:
     def export_without_grace(self, now: int) -> None:
         """Exports ended requests without waiting for late events, because a flush was requested."""
         self.export_requests(now + GRACE_NS, final=True)
-        self.rings.mark_processed(self.rings.horizon + GRACE_NS)
 
     def flush(self, timeout: float) -> bool:
         """Waits up to `timeout` s until all data handed over was tried; returns whether it was."""
@@ -308,39 +320,14 @@ class Pipeline:
             self._metrics_sender.put(self._snapshot_metrics(), is_delta=self.metrics.is_delta)
 
     def _snapshot_metrics(self) -> Any:
-        self._update_self_metrics()
+        state_metrics.set_state_metrics(
+            self.metrics, self.assembler, self.rings, self.sampler, self._gpu_poller, self.sender
+        )
+        state_metrics.set_loss_metrics(self.metrics, self.count_losses(), self.sampler.dropped_steps)
+        state_metrics.set_request_counts(
+            self.metrics, self.accounting.read_counts(own_only=self.metrics.is_delta)
+        )
         return self.metrics.collect(_clock.read_clocks()[1])
-
-    def _update_self_metrics(self) -> None:
-        metrics, active, processes = self.metrics, self.assembler.count_active(), self.assembler.processes
-        for state, count in active.items():
-            metrics.set_value(semconv.REQUEST_ACTIVE, {semconv.REQUEST_STATE: state}, count)
-        metrics.replace_values(
-            self_metrics.PROCESS_METRICS,
-            lambda set_value: self_metrics.set_process_metrics(processes, set_value),
-        )
-        memory = self.assembler.workers.memory_by_process()
-        metrics.replace_values(
-            gpus.MEMORY_METRICS, lambda set_value: gpus.set_memory_metrics(memory, set_value)
-        )
-        if self._gpu_poller is not None:
-            readings, driver = self._gpu_poller.latest, self._gpu_poller.driver
-            metrics.replace_values(
-                gpus.STATE_METRICS, lambda set_value: gpus.set_gpu_metrics(readings, driver, set_value)
-            )
-        metrics.retain_engines({(log.engine, log.pid) for log in self.assembler.engines.values()})
-        if not any(active.values()):
-            metrics.reset_idle_kv_usage(self.rings.horizon)
-        for reason, count in self.count_losses().items():
-            metrics.set_value(semconv.SELF_LOST, {semconv.LOSS_REASON: reason}, count)
-        for reason, count in self.sampler.dropped_steps.items():
-            metrics.set_value(semconv.SELF_STEPS_DROPPED, {semconv.KEEP_REASON: reason}, count)
-        metrics.set_value(semconv.SELF_ERRORS, {}, self.rings.read_counts()["errors"])
-        if self.sender is not None:
-            metrics.set_value(semconv.SELF_SPANS, {}, self.sender.accepted)
-            metrics.set_value(semconv.SELF_BYTES, {}, self.sender.bytes_sent)
-        self_metrics.set_self_usage(metrics.set_value)
-        metrics.set_value(semconv.SELF_SHARE, {}, self.sampler.share)
 
     def count_losses(self) -> dict[str, int]:
         """Returns the losses by reason."""

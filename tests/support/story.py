@@ -344,6 +344,9 @@ class BatchCollector:
     def put(self, batch: SpanBatch) -> None:
         self.collected.append(batch)
 
+    def count_not_encoded(self, spans: int, requests: int) -> None:
+        self.lost["not_encoded"] += spans
+
     def bodies(self) -> list[bytes]:
         """Returns the bodies that would be sent."""
         return [

@@ -21,6 +21,15 @@ HTTP, GRPC = "http/protobuf", "grpc"
 
 _MAX_MESSAGE_LENGTH = 100
 _NOT_SENT = "not sent"
+_PARTIAL = "partial success"
+_REFUSALS = frozenset(
+    (
+        "connection refused", "name not resolved", "TLS error", "shut down", _NOT_SENT, "INVALID_ARGUMENT",
+        "UNAUTHENTICATED", "PERMISSION_DENIED", "NOT_FOUND", "UNIMPLEMENTED", "RESOURCE_EXHAUSTED",
+        "FAILED_PRECONDITION", "OUT_OF_RANGE", "INTERNAL",
+    )
+)  # fmt: skip
+"""Reasons with which the receiver certainly has nothing of the batch."""
 _REASON_BY_ERROR: tuple[tuple[type[BaseException], str], ...] = (
     (ConnectionRefusedError, "connection refused"),
     (ConnectionResetError, "connection reset"),
@@ -42,6 +51,13 @@ class SendResult(NamedTuple):
     accepted: int
     rejected: int
     reason: str | None
+
+
+def is_unconfirmed(result: SendResult) -> bool:
+    """Returns whether the receiver may have a batch that failed: it was sent, and no valid answer came."""
+    reason = (result.reason or "").partition(":")[0]
+    answered = reason.startswith(("HTTP ", _PARTIAL)) or reason in _REFUSALS
+    return result.rejected > 0 and not answered
 
 
 class Transport(Protocol):
@@ -97,7 +113,7 @@ class _ExportOutcome:
         self.rejected = partial.rejected_spans
         if partial.rejected_spans or partial.error_message:
             message = partial.error_message[:_MAX_MESSAGE_LENGTH]
-            self.reason = f"partial success: {message}" if message else "partial success"
+            self.reason = f"{_PARTIAL}: {message}" if message else _PARTIAL
 
 
 class _SdkTransport:

@@ -91,6 +91,11 @@ class TailSampler:
         self.dropped_steps: Counter[str] = Counter()
         self.share = 1.0
 
+    @property
+    def held_requests(self) -> int:
+        """The requests whose decision is not final."""
+        return len(self._held_requests)
+
     def is_exported(self, record: RequestRecord) -> bool:
         """Returns whether request and stage spans are exported.
 

@@ -9,10 +9,8 @@ the CPU caches.
 from __future__ import annotations
 
 import logging
-import threading
-from collections import Counter, deque
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
@@ -22,15 +20,14 @@ from otel_infer.assembly.engine.step_rows import RequestSteps
 from otel_infer.assembly.records.process import StartRecord
 from otel_infer.assembly.records.request import RequestRecord
 from otel_infer.export import otlp
-from otel_infer.export.otlp import transport
 from otel_infer.export.sampling import tail_sampler
 from otel_infer.export.spans import startup, tree
+from otel_infer.export.spans.batch_sender import BatchSender, SpanBatch
 from otel_infer.ringbuffer.events import Value
 
 log = logging.getLogger(__name__)
 
 BATCH_BYTES = 3 << 20
-QUEUE_BYTES = 24 << 20
 MAX_FULL_BATCHES = 2
 """Full batches that wait until the reader has done its work. More at a time might not fit the queue."""
 FLUSH_INTERVAL_NS = 1_000_000_000
@@ -43,90 +40,6 @@ STEPS_PER_CALL = 4096
 """Steps per encoding call: half a megabyte, so that the copy of the output reads from the CPU cache."""
 
 
-class SpanBatch(NamedTuple):
-    """One export request: encoded parts, the number of their spans, and their size in bytes."""
-
-    parts: list[otlp.Encoded]
-    spans: int
-    size: int
-
-
-class BatchSender(threading.Thread):
-    """The thread that compresses and sends batches, one at a time.
-
-    The SDK exporter does retries, TLS and timeouts.
-    """
-
-    def __init__(self, destination: transport.Transport, identity: Callable[[], tuple[bytes, bytes]]) -> None:
-        super().__init__(name="otel_infer-sender", daemon=True)
-        self._transport, self._identity = destination, identity
-        self._queue: deque[SpanBatch] = deque()
-        self._queued_bytes = 0
-        self._condition = threading.Condition()
-        self._busy = self._closing = False
-        self.accepted = 0
-        self.bytes_sent = 0
-        self.lost: Counter[str] = Counter()
-        self.last_refusal = ""
-
-    def put(self, batch: SpanBatch) -> None:
-        """Queues a batch, or counts it as lost if the queue is full or the sender is closing."""
-        with self._condition:
-            if self._closing or self._queued_bytes + batch.size > QUEUE_BYTES:
-                self.lost[semconv.LOSS_QUEUE_FULL] += batch.spans
-                return
-            self._queued_bytes += batch.size
-            self._queue.append(batch)
-            self._condition.notify()
-
-    def run(self) -> None:
-        while True:
-            with self._condition:
-                while not self._queue and not self._closing:
-                    self._condition.wait()
-                if not self._queue:
-                    return
-                batch = self._queue.popleft()
-                self._busy = True
-            self._send_batch(batch)
-            with self._condition:
-                self._queued_bytes -= batch.size
-                self._busy = False
-                self._condition.notify_all()
-
-    def flush(self, timeout: float) -> bool:
-        """Waits until every queued batch was tried. Returns False if `timeout` s were not enough."""
-        with self._condition:
-            return self._condition.wait_for(lambda: not self._queue and not self._busy, timeout)
-
-    def close(self, timeout: float) -> None:
-        """Flushes for at most `timeout` s, then counts the remaining batches as lost."""
-        done = self.flush(timeout)
-        with self._condition:
-            if not done:
-                self.lost[semconv.LOSS_REFUSED] += sum(batch.spans for batch in self._queue)
-                self._queue.clear()
-            self._closing = True
-            self._condition.notify_all()
-        if not done:
-            self._transport.shutdown()  # stops a pending retry, so that its batch is counted too
-        self.join(1.0)
-        self._transport.shutdown()
-
-    def _send_batch(self, batch: SpanBatch) -> None:
-        try:
-            result = self._transport.send_spans(
-                otlp.build_export_request(*self._identity(), batch.parts), batch.spans
-            )
-        except Exception as error:  # an exporter's bug must not end the thread
-            result = transport.SendResult(0, batch.spans, type(error).__name__)
-        self.accepted += result.accepted
-        self.bytes_sent += batch.size
-        if result.rejected:
-            self.lost[semconv.LOSS_REFUSED] += result.rejected
-            self.last_refusal = result.reason or ""
-
-
 class OtlpSpanExporter:
     """Encodes the spans of exported requests.
 
@@ -137,6 +50,7 @@ class OtlpSpanExporter:
 
     def __init__(self, sender: BatchSender, latency_attributes: bool) -> None:
         self._sender = sender
+        self.taken = 0
         self._latency_attributes = latency_attributes
         self._step_encoder = otlp.StepEncoder(
             semconv.SPAN_DECODE_STEP,
@@ -147,8 +61,9 @@ class OtlpSpanExporter:
             semconv.DEVICE_SPAN,
         )
         self._pending_spans: list[list[otlp.Span]] = []
+        self._pending_starts: list[list[otlp.Span]] = []
         self._parts: list[otlp.Encoded] = []
-        self._span_count = self._size = 0
+        self._span_count = self._request_count = self._size = 0
         self._full_batches: list[SpanBatch] = []
         self._pending_rows: list[RequestSteps] = []
         self._owners: list[tuple[bytes, bytes, bytes]] = []
@@ -160,6 +75,7 @@ class OtlpSpanExporter:
         """Adds one request whose decision is to export."""
         spans = tree.build_request_spans(record, decision, self._latency_attributes)
         self._pending_spans.append(spans)
+        self.taken += 1
         if decision.steps and record.steps is not None:
             decode = next((span for span in spans if span.name == semconv.SPAN_DECODE), None)
             if decode is not None:
@@ -167,7 +83,7 @@ class OtlpSpanExporter:
 
     def export_start(self, record: StartRecord) -> None:
         """Adds the start of one process."""
-        self._pending_spans.append(startup.build_start_spans(record))
+        self._pending_starts.append(startup.build_start_spans(record))
 
     def flush(self, now: int) -> None:
         """Encodes all added records, and queues full batches.
@@ -189,35 +105,44 @@ class OtlpSpanExporter:
     def _close_batch(self) -> None:
         self._batched_at = self._now
         if self._span_count:
-            self._full_batches.append(SpanBatch(self._parts, self._span_count, self._size))
-            self._parts, self._span_count, self._size = [], 0, 0
+            self._full_batches.append(
+                SpanBatch(self._parts, self._span_count, self._size, self._request_count)
+            )
+            self._parts, self._span_count, self._size, self._request_count = [], 0, 0, 0
         if len(self._full_batches) > MAX_FULL_BATCHES:
             self._queue_full_batches()
 
     def _encode_spans(self) -> None:
-        waiting, self._pending_spans = self._pending_spans, []
+        starts, self._pending_starts = self._pending_starts, []
+        requests, self._pending_spans = self._pending_spans, []
+        self._encode_trees(starts, requests_per_tree=0)
+        self._encode_trees(requests, requests_per_tree=1)
+
+    def _encode_trees(self, trees: list[list[otlp.Span]], requests_per_tree: int) -> None:
+        """Encodes trees of spans, each of them one request or none."""
         encoded: list[bytes] = []
         count = size = 0
-        for spans in waiting:
+        for spans in trees:
             try:
-                request_bytes = b"".join(map(otlp.encode_span, spans))
+                tree_bytes = b"".join(map(otlp.encode_span, spans))
             except Exception:  # one request must not stop the others
                 log.exception("spans of a request were not encoded: trace %s", spans[0].trace_id.hex())
-                self._sender.lost[semconv.LOSS_NOT_ENCODED] += len(spans)
+                self._sender.count_not_encoded(len(spans), requests_per_tree)
                 continue
-            encoded.append(request_bytes)
-            count, size = count + len(spans), size + len(request_bytes)
+            encoded.append(tree_bytes)
+            count, size = count + len(spans), size + len(tree_bytes)
             if size >= PART_BYTES:
-                self._add_part(b"".join(encoded), count)
+                self._add_part(b"".join(encoded), count, len(encoded) * requests_per_tree)
                 encoded, count, size = [], 0, 0
         if encoded:
-            self._add_part(b"".join(encoded), count)
+            self._add_part(b"".join(encoded), count, len(encoded) * requests_per_tree)
 
-    def _add_part(self, encoded: otlp.Encoded, count: int) -> None:
+    def _add_part(self, encoded: otlp.Encoded, count: int, requests: int) -> None:
         if self._size + len(encoded) > BATCH_BYTES:
             self._close_batch()
         self._parts.append(encoded)
         self._span_count += count
+        self._request_count += requests
         self._size += len(encoded)
 
     def _add_steps(self, record: RequestRecord, rows: RequestSteps, parent: bytes, granted: int) -> None:
@@ -259,9 +184,9 @@ class OtlpSpanExporter:
             encoded, count = self._encode_rows(tables, owners, offsets)
         except Exception:  # the rows of one request must not stop later ones
             log.exception("%d decode steps were not encoded", number)
-            self._sender.lost[semconv.LOSS_NOT_ENCODED] += number
+            self._sender.count_not_encoded(number, requests=0)
             return
-        self._add_part(encoded, count)
+        self._add_part(encoded, count, requests=0)
 
     def _encode_rows(
         self, tables: list[RequestSteps], owners: list[tuple[bytes, bytes, bytes]], offsets: list[int]

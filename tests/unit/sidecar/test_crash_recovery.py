@@ -33,6 +33,7 @@ class RecoveryExporter:
     """Collects the error types, and the resource of its pipeline."""
 
     exported_only = True
+    taken = 0
 
     def __init__(self, resource: dict[str, Value], broken: bool = False) -> None:
         self.resource, self.broken, self.errors = resource, broken, list[str]()

@@ -37,6 +37,7 @@ class SpanCollector:
     """An exporter that collects span ids, and fails for `failing_span`."""
 
     exported_only = True
+    taken = 0
 
     def __init__(self, failing_span: bytes = b"") -> None:
         self.failing_span, self.spans = failing_span, list[bytes]()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,17 +12,13 @@ from hypothesis import strategies as st
 from otel_infer import semconv
 from otel_infer.assembly.engine.step_rows import RequestSteps, summarize_steps
 from otel_infer.assembly.records.request import RequestRecord
-from otel_infer.export.otlp import Encoded
-from otel_infer.export.otlp.transport import SendResult
 from otel_infer.export.sampling.tail_sampler import Decision
 from otel_infer.export.spans import exporter as exporter_module
 from otel_infer.export.spans import tree
 from otel_infer.export.spans.exporter import (
     BATCH_BYTES,
     STEPS_PER_CALL,
-    BatchSender,
     OtlpSpanExporter,
-    SpanBatch,
     encode_resource_and_scope,
     select_steps,
 )
@@ -238,132 +232,3 @@ def test_batch_is_handed_over_once_a_second() -> None:
     assert [batch.spans for batch in batches.collected] == [6]
     exporter.flush(0)
     assert len(batches.collected) == 1, "no empty batch is handed over"
-
-
-# ── the sender ───────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-class ControlledTransport:
-    """A transport that the test opens and closes."""
-
-    def __init__(
-        self, answer: Callable[[int], SendResult] = lambda count: SendResult(count, 0, None)
-    ) -> None:
-        self.answer = answer
-        self.bodies: list[bytes] = []
-        self.open = threading.Event()
-        self.entered = threading.Event()
-        self.open.set()
-        self.shut = 0
-
-    def send_spans(self, parts: Sequence[Encoded], count: int) -> SendResult:
-        self.bodies.append(b"".join(parts))
-        self.entered.set()
-        self.open.wait(10)
-        return self.answer(count)
-
-    def shutdown(self) -> None:
-        self.shut += 1
-        self.open.set()
-
-
-def batch(spans: int = 1, size: int = 10) -> SpanBatch:
-    return SpanBatch([b"\x12\x00"] * spans, spans, size)
-
-
-@pytest.fixture
-def transport() -> ControlledTransport:
-    return ControlledTransport()
-
-
-@pytest.fixture
-def sender(transport: ControlledTransport) -> Iterator[BatchSender]:
-    sender = BatchSender(transport, lambda: encode_resource_and_scope({}))
-    sender.start()
-    yield sender
-    transport.open.set()
-    sender.close(5)
-
-
-def test_batches_are_sent_in_order_and_counted(sender: BatchSender, transport: ControlledTransport) -> None:
-    for spans in (1, 2, 3):
-        sender.put(batch(spans, size=spans * 10))
-    assert sender.flush(5)
-    assert [len(decoded("traces", body)) for body in transport.bodies] == [1, 2, 3]
-    assert (sender.accepted, sender.bytes_sent, sum(sender.lost.values())) == (6, 60, 0)
-
-
-def test_refusals_are_counted_with_their_reason(sender: BatchSender, transport: ControlledTransport) -> None:
-    transport.answer = lambda count: SendResult(count - 2, 2, "HTTP 400")
-    sender.put(batch(5))
-    assert sender.flush(5)
-    assert (sender.accepted, dict(sender.lost), sender.last_refusal) == (3, {"refused": 2}, "HTTP 400")
-
-
-def test_full_queue_drops_the_newest_batch(sender: BatchSender, transport: ControlledTransport) -> None:
-    transport.open.clear()
-    sender.put(batch(1, exporter_module.QUEUE_BYTES // 2))
-    assert transport.entered.wait(5)
-    sender.put(batch(1, exporter_module.QUEUE_BYTES // 2))
-    sender.put(batch(7, 1))  # the batch in flight also counts towards the limit
-    assert dict(sender.lost) == {"queue_full": 7}
-    transport.open.set()
-    assert sender.flush(5)
-    sender.put(batch(1, 10))
-    assert sender.flush(5)
-    assert sender.accepted == 3
-
-
-def test_flush_returns_false_on_timeout(sender: BatchSender, transport: ControlledTransport) -> None:
-    transport.open.clear()
-    sender.put(batch())
-    assert not sender.flush(0.02)
-    transport.open.set()
-    assert sender.flush(5)
-
-
-def test_close_sends_the_queue_and_shuts_down() -> None:
-    transport = ControlledTransport()
-    sender = BatchSender(transport, lambda: encode_resource_and_scope({}))
-    sender.start()
-    sender.put(batch(3))
-    sender.close(5)
-    assert (sender.accepted, sum(sender.lost.values())) == (3, 0)
-    assert not sender.is_alive()
-    assert transport.shut
-
-
-def test_close_during_a_retry_counts_all_spans() -> None:
-    transport = ControlledTransport(lambda count: SendResult(0, count, "shut down"))
-    transport.open.clear()
-    sender = BatchSender(transport, lambda: encode_resource_and_scope({}))
-    sender.start()
-    sender.put(batch(3))
-    assert transport.entered.wait(5)
-    sender.put(batch(4))
-    sender.close(0.02)
-    assert not sender.is_alive()
-    assert dict(sender.lost) == {"refused": 7}
-
-
-def test_batches_after_close_are_counted_as_lost() -> None:
-    sender = BatchSender(ControlledTransport(), lambda: encode_resource_and_scope({}))
-    sender.start()
-    sender.close(1)
-    sender.put(batch(3))
-    assert sum(sender.lost.values()) == 3
-
-
-def test_transport_exception_loses_its_batch_only(
-    sender: BatchSender, transport: ControlledTransport
-) -> None:
-    def broken(count: int) -> SendResult:
-        if count == 1:
-            raise RuntimeError("no")
-        return SendResult(count, 0, None)
-
-    transport.answer = broken
-    sender.put(batch(1))
-    sender.put(batch(2))
-    assert sender.flush(5)
-    assert (sender.accepted, dict(sender.lost), sender.last_refusal) == (2, {"refused": 1}, "RuntimeError")
