@@ -139,7 +139,10 @@ class _Installation:
         return [integration.status for integration in self.installed]
 
     def flush(self, timeout: float) -> bool:
-        """Sends everything recorded so far. Returns False if `timeout` s were not enough."""
+        """Sends everything recorded so far.
+
+        Returns False if `timeout` s were not enough, or if a receiver refused something of it.
+        """
         if self.reader is not None:
             return self.reader.flush(timeout)
         if recorder.requests is not None:
@@ -151,7 +154,7 @@ class _Installation:
         deadline = _clock.now() + int(timeout * 1e9)
         while _clock.now() < deadline:
             if writer.words[layout.W_FLUSH_DONE] >= requested:
-                return True
+                return bool(writer.words[layout.W_FLUSH_REFUSED] < requested)
             threading.Event().wait(0.02)
         return False
 

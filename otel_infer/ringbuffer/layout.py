@@ -62,6 +62,10 @@ W_OFFERED = 17
 """Requests that this process offered for recording, recorded or not. A fragment of another process's request is none."""
 W_NOT_RECORDED = 18
 """Those of them that were not recorded: no free slot, or an error."""
+W_FLUSH_REFUSED = 19
+"""Written by the reader: the last request after which something was refused that was recorded since the
+request before it.
+"""
 HEADER_WORDS = 32
 TEXT_OFFSET = HEADER_WORDS * 8
 TEXT_LENGTH = struct.Struct("<I")

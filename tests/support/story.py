@@ -358,7 +358,7 @@ class BatchCollector:
 class ClosedMetricsOutlet:
     """A metrics outlet that accepts nothing, so that the test reads the metrics from the pipeline."""
 
-    failed_exports = 0
+    lost_collections, is_refused = 0, False
 
     def can_accept(self, *, behind: bool) -> bool:
         return False

@@ -150,13 +150,23 @@ def test_metrics_are_counted_only_with_a_metrics_sender(metrics_sender: Any) -> 
 
 
 @pytest.mark.parametrize(("temporality", "lost"), [("delta", 2), ("cumulative", 0)])
-def test_failed_delta_exports_count_as_losses(temporality: str, lost: int) -> None:
-    class FailingSender:
-        failed_exports = 2
+def test_failed_delta_exports_count_as_losses(
+    monkeypatch: pytest.MonkeyPatch, temporality: str, lost: int
+) -> None:
+    class FailingExporter:
+        def export(self, data: Any) -> None:
+            raise OSError("refused")
 
-    sender: Any = FailingSender()
+    monkeypatch.setattr(
+        metrics_sender_module, "make_metric_exporter", lambda protocol, compression: FailingExporter()
+    )
+    sender = metrics_sender_module.MetricsSender("grpc")
     pipeline = Pipeline(Config(temporality=temporality), MergedReader(), [], None, {}, sender, 0)
+    for _ in range(2):
+        sender.put(None, is_delta=temporality == "delta")
+        sender._export_collection(None)
     assert pipeline.count_losses().get("metrics_refused") == lost
+    assert not pipeline.delivery.is_accepted(lost)
 
 
 class ServiceNameCollector(ClosedMetricsOutlet):
