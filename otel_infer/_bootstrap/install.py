@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from otel_infer import _clock
 from otel_infer._bootstrap import startup_message
+from otel_infer._bootstrap.exit_signal import ExitSignalHandler
 from otel_infer.config import environment, propagators
 from otel_infer.config.environment import Config
 from otel_infer.config.resource import detect_resource
@@ -25,7 +26,7 @@ from otel_infer.instrumentation import registry
 from otel_infer.instrumentation.hooks import probe
 from otel_infer.instrumentation.hooks.instrumentor import Instrumentor, InstrumentorStatus
 from otel_infer.instrumentation.torch import cuda_graphs
-from otel_infer.ringbuffer import directory, layout
+from otel_infer.ringbuffer import directory, layout, sidecar_claim
 from otel_infer.ringbuffer.arena import Arena, FileArena, MemoryArena, RingUnavailable
 from otel_infer.ringbuffer.recorder import SERVER, recorder
 from otel_infer.sidecar import launcher
@@ -52,6 +53,8 @@ class _Installation:
         self._is_env_exported = self._is_startup_reported = self._had_reader = False
         self._old_sidecars: list[Any] = []
         self._exit_finalizer: Any = None
+        self._start_claim: int | None = None
+        self._exit_signal = ExitSignalHandler(self._close_reader)
         self._lock, self._restarts, self._start_recorder = (
             threading.Lock(),
             launcher.RestartBackoff(),
@@ -106,6 +109,8 @@ class _Installation:
         timing.is_on = self.settings.device_timing != "off" and cuda_graphs.instrumentor in self.installed
         for integration in self.installed:
             integration.install()
+        if provider is not None or self.settings.mode == "in-process":
+            self._exit_signal.install()
         return True
 
     def uninstrument(self) -> None:
@@ -117,6 +122,7 @@ class _Installation:
         recorder.stop()
         self._start_recorder.mark_recorded()
         request_span.span_factory = None
+        self._exit_signal.remove()
         reader, self.reader = self.reader, None
         if reader is not None:
             atexit.unregister(reader.close)
@@ -133,6 +139,10 @@ class _Installation:
         self.why_in_process = self._sidecar_error = ""
         self._is_env_exported = self._is_startup_reported = self._had_reader = False
         self._restarts = launcher.RestartBackoff()
+
+    def _close_reader(self) -> None:
+        if self.reader is not None:
+            self.reader.close()
 
     def list_statuses(self) -> list[InstrumentorStatus]:
         """Returns the status of each installed integration."""
@@ -251,8 +261,8 @@ class _Installation:
             recorder.discard_rings()
         elif recorder.role != SERVER:  # the server kills an engine process together with its children
             return
-        elif self._restarts.is_due(_clock.now()) and directory.claim_sidecar_start(folder):
-            self._start_sidecar(folder)
+        elif self._restarts.is_due(_clock.now(), self.sidecar and self.sidecar.returncode):
+            self._claim_and_start_sidecar(folder)
 
     def _detect_role(self) -> str:
         """Returns the role of this process in its server, by the process name that its library set."""
@@ -266,12 +276,26 @@ class _Installation:
         ]
         return roles[0] if roles else SERVER
 
-    def _start_sidecar(self, folder: Path) -> None:
+    def _claim_and_start_sidecar(self, folder: Path) -> None:
+        self._start_claim = sidecar_claim.claim_sidecar_start(folder)
+        if self._start_claim is None:
+            return
+        try:
+            self._start_sidecar(folder, self._start_claim)
+        finally:
+            self._close_claim()
+
+    def _close_claim(self) -> None:
+        claim, self._start_claim = self._start_claim, None
+        if claim is not None and claim >= 0:
+            os.close(claim)
+
+    def _start_sidecar(self, folder: Path, claim: int) -> None:
         if self.sidecar is not None and self.sidecar.returncode > 0:
             _print_stderr(launcher.describe_end(folder))
         self._restarts.record_start(_clock.now())
         try:
-            self.sidecar = launcher.start_sidecar(folder, self.settings, detect_resource())
+            self.sidecar = launcher.start_sidecar(folder, self.settings, detect_resource(), claim)
             self._had_reader = True
         except launcher.SidecarStartError as reason:
             if self._had_reader:  # a sidecar ran here before, so this failure may be temporary
@@ -292,6 +316,7 @@ class _Installation:
             launcher.RestartBackoff(),
             process_start.ProcessStartRecorder(),
         )
+        self._close_claim()  # of a start in the parent process
         for child in (*self._old_sidecars, *filter(None, (self.sidecar,))):
             child.returncode = 0  # a child of the parent process, which reaps it
         self.reader = self.sidecar = self._exit_finalizer = None

@@ -8,16 +8,15 @@ otel-infer dump --rings /rings                    a server in another container,
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import shutil
-import stat
 import sys
 from datetime import datetime
 from pathlib import Path
 
 from otel_infer.cli import running_server
 from otel_infer.cli.errors import CommandError
+from otel_infer.config.private_files import open_private_file
 from otel_infer.sidecar.recording import dump_request, file
 
 
@@ -53,15 +52,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _copy_recording(tape: Path, out: Path) -> None:
-    """Copies the tape to `out`, readable by its owner only.
-
-    The source is opened without following links, because another user may have put one there.
-    """
+    """Copies the tape to `out`, readable by its owner only."""
     with (
-        open(os.open(tape, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as source,
-        open(os.open(out, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "wb") as target,
+        open(tape, "rb") as source,
+        open(open_private_file(out, os.O_WRONLY | os.O_TRUNC), "wb") as target,
     ):
-        if stat.S_ISREG(os.fstat(target.fileno()).st_mode):  # an existing file keeps its old mode
-            with contextlib.suppress(OSError):  # it may belong to another user
-                os.fchmod(target.fileno(), 0o600)
         shutil.copyfileobj(source, target)

@@ -20,9 +20,10 @@ from pathlib import Path
 
 from otel_infer import _clock
 from otel_infer.config.environment import Config, child_environment, from_env, prepend_python_path
+from otel_infer.config.private_files import list_names, open_private_file
 from otel_infer.config.resource import detect_resource
 from otel_infer.ringbuffer import directory, layout
-from otel_infer.ringbuffer.arena import RingUnavailable
+from otel_infer.ringbuffer.arena import FileArena, RingUnavailable, choose_sizes
 from otel_infer.sidecar import launcher
 
 FORWARDED_SIGNALS = (
@@ -167,6 +168,7 @@ class Supervisor:
                 raise RingUnavailable(
                     f"{taken} belongs to another server: set OTEL_INFER_RINGS to a different folder"
                 )
+            choose_sizes(FileArena(self._folder), lambda sizes: sizes.requests_bytes)  # raises if none fits
             self._start_sidecar()
         except (RingUnavailable, OSError, launcher.SidecarStartError) as reason:
             print(f"otel-infer: no sidecar ({reason}); each process exports by itself", file=sys.stderr)
@@ -263,8 +265,13 @@ class Supervisor:
                     print(launcher.describe_end(self._folder), file=sys.stderr)
 
     def _restart_dead_sidecar(self) -> None:
-        """Restarts the sidecar if it died, with a backoff."""
-        if self.status is None and self._is_without_sidecar() and self._restarts.is_due(_clock.now()):
+        """Restarts the sidecar if it died; one that crashes again and again, with growing delays."""
+        exit_status = None if self._sidecar is None else self._sidecar.returncode
+        if (
+            self.status is None
+            and self._is_without_sidecar()
+            and self._restarts.is_due(_clock.now(), exit_status)
+        ):
             with contextlib.suppress(launcher.SidecarStartError):
                 self._start_sidecar()
 
@@ -277,10 +284,11 @@ class Supervisor:
         """Returns whether a live process writes to this server's rings."""
         assert self._folder is not None
         try:
-            rings = [path for path in self._folder.iterdir() if path.suffix == layout.SUFFIX_REQUESTS]
+            names = list_names(self._folder)
         except OSError:  # the sidecar has just removed the folder
             return False
-        return any(map(directory.is_held, rings))
+        rings = [name for name in names if name.endswith(layout.SUFFIX_REQUESTS)]
+        return any(directory.is_held(self._folder / name) for name in rings)
 
     def _start_sidecar(self) -> None:
         assert self._folder is not None
@@ -318,7 +326,7 @@ def _is_in_foreground() -> bool:
 
 def _find_write_error(path: str) -> str:
     try:
-        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
+        os.close(open_private_file(path))
         return ""
     except OSError as reason:
         return reason.strerror or str(reason)

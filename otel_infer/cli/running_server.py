@@ -10,6 +10,7 @@ from pathlib import Path
 from otel_infer.cli.errors import CommandError
 from otel_infer.config import environment
 from otel_infer.ringbuffer import directory
+from otel_infer.ringbuffer.events.plain_values import replace_controls
 from otel_infer.sidecar.recording import dump_request
 
 
@@ -56,11 +57,8 @@ def open_dump(folder: Path) -> Iterator[Path]:
 
     The tape is removed when the block ends.
     """
-    tape = dump_request.request_dump(folder)
-    try:
+    with dump_request.open_tape(dump_request.request_dump(folder)) as tape:
         yield tape
-    finally:
-        tape.unlink(missing_ok=True)
 
 
 def _server_label(folder: Path, pids: Sequence[int]) -> str:
@@ -73,4 +71,4 @@ def _read_command_line(pids: Sequence[int]) -> str:
         command = Path(f"/proc/{pids[0]}/cmdline").read_bytes() if pids else b""
     except OSError:
         command = b""
-    return command.replace(b"\0", b" ").decode("utf-8", "replace").strip()[:100]
+    return replace_controls(command.replace(b"\0", b" ").decode("utf-8", "replace").strip()[:100])

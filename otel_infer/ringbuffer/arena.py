@@ -6,6 +6,7 @@ uncatchable SIGBUS.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import mmap
@@ -14,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
+from otel_infer.config import private_files
 from otel_infer.ringbuffer import layout
 from otel_infer.ringbuffer.layout import RingSizes
 
@@ -94,7 +96,8 @@ class FileArena:
         remaining = self.remaining_bytes()
         share = max(remaining // REMAINING_DIVISOR, MIN_RING_BYTES)
         try:
-            free = os.statvfs(self.directory)
+            with private_files.open_private_folder(self.directory) as folder:
+                free = os.statvfs(folder)
         except OSError as error:
             raise RingUnavailable(f"{self.directory}: {error.strerror}") from None
         available = free.f_bavail * free.f_frsize
@@ -102,16 +105,18 @@ class FileArena:
 
     def remaining_bytes(self) -> int:
         try:
-            with os.scandir(self.directory) as entries:
+            with (
+                private_files.open_private_folder(self.directory) as folder,
+                os.scandir(folder) as entries,
+            ):
                 return MAX_TOTAL_BYTES - sum(map(_ring_bytes, entries))
         except OSError as error:
             raise RingUnavailable(f"{self.directory}: {error.strerror}") from None
 
     def allocate(self, name: str, size: int) -> mmap.mmap:
         path = self.directory / name
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
         try:
-            descriptor = os.open(path, flags, 0o600)
+            descriptor = private_files.open_beside_rings(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         except OSError as error:
             raise RingUnavailable(f"{path}: {error.strerror}") from None
         try:
@@ -122,7 +127,8 @@ class FileArena:
             memory = mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
         except OSError as error:
             os.close(descriptor)
-            path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                private_files.remove_beside_rings(path)
             kind = SharedMemoryFull if error.errno == errno.ENOSPC else RingUnavailable
             raise kind(f"{path}: {error.strerror}") from None
         self._descriptors.append(descriptor)
@@ -130,7 +136,7 @@ class FileArena:
         return memory
 
     def is_visible(self) -> bool:
-        return all(path.exists() for path in self._paths)
+        return all(private_files.read_status(path) is not None for path in self._paths)
 
     def close(self) -> None:
         """Releases the locks: from now on the reader treats this writer as dead."""

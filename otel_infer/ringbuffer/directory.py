@@ -5,7 +5,8 @@ The layout of a folder:
     BASE/otel_infer-UID/SERVER/     0700, on tmpfs; BASE is /dev/shm
         owner.lock                  held by `otel-infer run` while it lives
         sidecar.lock                held by the only sidecar of this server
-        starting                    exists while a started sidecar has not taken its lock yet
+        starting                    held while a sidecar is started, until it has its lock
+        ledger                      what became of this server's requests (`ringbuffer.ledger`)
         instance                    this server's `service.instance.id`
         service                     this server's `service.name`, once it follows from the engine
         PID-TOKEN.requests          held by each writing process
@@ -13,41 +14,43 @@ The layout of a folder:
         dump-TOKEN.*                a request for a tape, and its answer (`recording.dump_request`)
 
 A folder that the operator named (`OTEL_INFER_RINGS`) takes the place of SERVER. If other users may use it
-too, it holds an `otel_infer-UID` in that place. Only files with these names are ever removed, and only where
-no writer lives.
+too, it holds an `otel_infer-UID` in that place. Another user may be able to rename that folder, so every file
+is reached through a descriptor of a folder that was checked (`config.private_files`). Only files with these
+names are ever removed, and only where no writer lives.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
 import re
 import secrets
-import stat
 import struct
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from otel_infer.config import private_files
 from otel_infer.ringbuffer import layout
 from otel_infer.ringbuffer.arena import ForeignFolder, NotOnTmpfs, RingUnavailable
+from otel_infer.ringbuffer.sidecar_claim import RESOURCE_ERRNOS, STARTING_FILE, is_starting
 
 BASE = Path("/dev/shm")
 OWNER_LOCK = "owner.lock"
 SIDECAR_LOCK = "sidecar.lock"
-RESOURCE_ERRNOS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
-"""Errors that concern no file: this process, or the machine, has run out of a resource."""
-STARTING_FILE = "starting"
 INSTANCE_FILE, SERVICE_FILE = "instance", "service"
+LEDGER_FILE = "ledger"
 ERROR_FILE = "sidecar.error"
 """Why the sidecar ended, for the process that started it."""
 DUMP_PREFIX = "dump-"
 DUMP_REQUESTED, DUMP_DONE, DUMP_REJECTED, DUMP_PART = ".requested", ".tape", ".rejected", ".part"
 _DUMP_PATTERN = re.compile(r"dump-[0-9a-f]{16}\.(requested|tape|rejected|part)")
 ABANDONED_S = 3600.0
-START_TIMEOUT_S = 10.0
-_SERVER_FILES = frozenset((OWNER_LOCK, SIDECAR_LOCK, STARTING_FILE, INSTANCE_FILE, SERVICE_FILE, ERROR_FILE))
+_SERVER_FILES = frozenset(
+    (OWNER_LOCK, SIDECAR_LOCK, STARTING_FILE, INSTANCE_FILE, SERVICE_FILE, ERROR_FILE, LEDGER_FILE)
+)
 _RING_SUFFIXES = frozenset((layout.SUFFIX_REQUESTS, layout.SUFFIX_STEPS))
 _FLOCK = struct.Struct("hhqqi")
 """`struct flock` of 64-bit Linux: type, whence, start, length, pid."""
@@ -69,14 +72,10 @@ def ensure_private_folder(folder: Path) -> Path:
     Raises `RingUnavailable` if it cannot be created or has another owner.
     """
     try:
-        folder.mkdir(mode=0o700, exist_ok=True)
-        status = folder.lstat()
+        private_files.create_private_folder(folder)
     except OSError as error:
-        raise RingUnavailable(f"{folder}: {error.strerror}") from None
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
-        raise ForeignFolder(f"{folder}: belongs to another user")
-    if status.st_mode & 0o077:
-        folder.chmod(0o700)
+        kind = ForeignFolder if error.errno == errno.EPERM else RingUnavailable
+        raise kind(f"{folder}: {error.strerror}") from None
     return folder
 
 
@@ -94,15 +93,17 @@ def resolve_rings_folder(folder: Path) -> Path:
     Raises `RingUnavailable` as `create_server_folder` does. A folder that other users may use, such as a
     volume or /dev/shm itself, stays as it is: the private folder is created inside it.
     """
-    folder = Path(os.path.realpath(folder))
     if not is_tmpfs(folder):
         raise NotOnTmpfs(f"{folder} is not on tmpfs")
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = folder.stat()
+        with private_files.open_folder(folder) as descriptor:
+            status = os.fstat(descriptor)
+        folder = Path(os.path.realpath(folder))
     except OSError as error:
-        raise RingUnavailable(f"{folder}: {error.strerror}") from None
-    if status.st_uid == os.getuid() and not status.st_mode & 0o077:
+        kind = ForeignFolder if error.errno == errno.EPERM else RingUnavailable
+        raise kind(f"{folder}: {error.strerror}") from None
+    if status.st_uid == os.geteuid() and not status.st_mode & 0o077:
         return folder
     return ensure_user_folder(folder)
 
@@ -121,7 +122,7 @@ class FileLock:
         """
         if self._descriptor >= 0:
             return True
-        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        descriptor = private_files.open_beside_rings(self.path, os.O_RDWR | os.O_CREAT)
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -144,10 +145,8 @@ class FileLock:
             return False
 
     def _is_same_file(self) -> bool:
-        try:
-            return os.path.samestat(os.fstat(self._descriptor), os.stat(self.path))
-        except FileNotFoundError:
-            return False
+        status = private_files.read_status(self.path)
+        return status is not None and os.path.samestat(os.fstat(self._descriptor), status)
 
     def release(self) -> None:
         """Releases the lock."""
@@ -156,13 +155,14 @@ class FileLock:
             self._descriptor = -1
 
 
-def is_held(path: Path) -> bool:
+def is_held(path: Path, *, any_owner: bool = False) -> bool:
     """Returns whether a living process holds this lock; True also where resources are too short to check.
 
-    Not for a lock of this process, because closing the second descriptor would release it.
+    Not for a lock of this process, because closing the second descriptor would release it. `any_owner`: root
+    checks the lock of another user's server.
     """
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        descriptor = private_files.open_beside_rings(path, os.O_RDWR, any_owner=any_owner)
     except OSError as error:
         return error.errno in RESOURCE_ERRNOS
     try:
@@ -191,31 +191,6 @@ def _query_lock(descriptor: int) -> tuple[int, ...]:
     return _FLOCK.unpack(fcntl.fcntl(descriptor, fcntl.F_GETLK, query))
 
 
-def claim_sidecar_start(folder: Path) -> bool:
-    """Returns whether this process is to start the sidecar.
-
-    False while a sidecar that another process started may still come up.
-    """
-    starting = folder / STARTING_FILE
-    try:
-        if starting.exists() and not is_starting(folder):
-            starting.unlink(missing_ok=True)
-        os.close(os.open(starting, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
-    except FileExistsError:
-        return False
-    except OSError as error:
-        return error.errno not in RESOURCE_ERRNOS
-    return True
-
-
-def is_starting(folder: Path) -> bool:
-    """Returns whether a sidecar that any process started here may still take its lock."""
-    try:
-        return time.time() - (folder / STARTING_FILE).stat().st_mtime <= START_TIMEOUT_S
-    except OSError:
-        return False
-
-
 def claim_dead_servers(folder: Path) -> Iterator[tuple[Path, FileLock]]:
     """Yields the folders beside `folder` whose server and sidecar have ended, each with its sidecar lock.
 
@@ -225,10 +200,10 @@ def claim_dead_servers(folder: Path) -> Iterator[tuple[Path, FileLock]]:
     if folder.parent.name != _user_folder_name():
         return
     try:
-        siblings = sorted(path for path in folder.parent.iterdir() if path != folder and path.is_dir())
+        siblings = [name for name in private_files.list_names(folder.parent) if name != folder.name]
     except OSError:
         return
-    for sibling in siblings:
+    for sibling in map(folder.parent.joinpath, siblings):
         lock = FileLock(sibling / SIDECAR_LOCK)
         try:
             if not _is_abandoned(sibling) or not lock.acquire():
@@ -256,40 +231,43 @@ def find_served_folders(folders: Path) -> list[Path]:
             continue
         # Every user may create folders in BASE, so only folders of this user are trusted.
         candidates += [path for path in subfolders if folders != BASE or _is_own(path)]
-    return [folder for folder in dict.fromkeys(candidates) if is_held(folder / SIDECAR_LOCK)]
+    return [folder for folder in dict.fromkeys(candidates) if is_held(folder / SIDECAR_LOCK, any_owner=True)]
 
 
 def list_writer_pids(folder: Path) -> list[int]:
     """Returns the pids in the names of this folder's rings, as the server's processes see themselves."""
-    names = sorted(path.name.partition("-")[0] for path in folder.glob(f"*{layout.SUFFIX_REQUESTS}"))
-    return [int(name) for name in names if name.isdigit()]
+    try:
+        names = private_files.list_names(folder, any_owner=True)
+    except OSError:
+        return []
+    pids = sorted(name.partition("-")[0] for name in names if name.endswith(layout.SUFFIX_REQUESTS))
+    return [int(pid) for pid in pids if pid.isdecimal()]
 
 
 def remove_server_folder(folder: Path) -> None:
     """Removes the files of otel_infer where no writer lives, and the folder unless the operator named it."""
     try:
-        paths = list(folder.iterdir())
+        paths = [folder / name for name in private_files.list_names(folder)]
         if any(path.suffix in _RING_SUFFIXES and is_held(path) for path in paths):
             return
         for path in paths:
             if path.suffix in _RING_SUFFIXES or path.name in _SERVER_FILES or is_dump(path.name):
-                path.unlink(missing_ok=True)
+                private_files.remove_beside_rings(path)
         if _user_folder_name() in folder.parts[:-1]:
-            folder.rmdir()
+            with private_files.open_folder(folder.parent) as parent:
+                os.rmdir(folder.name, dir_fd=parent)
     except OSError:
         pass
 
 
 def _user_folder_name() -> str:
-    return f"otel_infer-{os.getuid()}"
+    return f"otel_infer-{os.geteuid()}"
 
 
 def _is_own(folder: Path) -> bool:
-    try:
-        status = folder.lstat()
-    except OSError:
-        return False
-    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022
+    with contextlib.suppress(OSError), private_files.open_private_folder(folder):
+        return True
+    return False
 
 
 def holds_dead_server(folder: Path) -> bool:
@@ -305,11 +283,13 @@ def _is_abandoned(folder: Path) -> bool:
     rings = _list_complete_rings(folder)
     if _is_in_use(folder, rings):
         return False
-    return bool(rings) or time.time() - folder.stat().st_mtime > ABANDONED_S
+    status = private_files.read_status(folder)
+    return bool(rings) or (status is not None and time.time() - status.st_mtime > ABANDONED_S)
 
 
 def _list_complete_rings(folder: Path) -> list[Path]:
-    return [path for path in folder.iterdir() if path.suffix == layout.SUFFIX_REQUESTS and _is_written(path)]
+    paths = [folder / name for name in private_files.list_names(folder)]
+    return [path for path in paths if path.suffix == layout.SUFFIX_REQUESTS and _is_written(path)]
 
 
 def _is_in_use(folder: Path, rings: list[Path]) -> bool:
@@ -323,7 +303,7 @@ def _is_written(ring: Path) -> bool:
     Its writer takes the lock before it completes the ring. An incomplete ring without a lock may have a
     living writer.
     """
-    with ring.open("rb") as file:
+    with open(private_files.open_beside_rings(ring, os.O_RDONLY), "rb") as file:
         return file.read(len(layout.MAGIC_BYTES)) == layout.MAGIC_BYTES
 
 

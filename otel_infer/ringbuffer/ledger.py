@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from otel_infer import semconv
-from otel_infer.config.private_files import check_private, open_private_file
-from otel_infer.ringbuffer import layout
+from otel_infer.config import private_files
+from otel_infer.ringbuffer import directory, layout
 
-LEDGER_FILE = "ledger"
 MAGIC = 0x4F54454C_4C454447  # "OTELLEDG"
 _W_MAGIC, _W_READERS, _W_CLOSED_RING, _W_OFFERED, _W_NOT_RECORDED = range(5)
 _FIRST_RESULT = 16
@@ -113,8 +112,9 @@ class RequestLedger:
 
 def open_ledger(folder: Path) -> RequestLedger:
     """Returns the ledger of this server's folder, created if it is missing; raises `OSError`."""
-    descriptor = open_private_file(folder / LEDGER_FILE, os.O_RDWR)
+    descriptor = private_files.open_beside_rings(folder / directory.LEDGER_FILE, os.O_RDWR | os.O_CREAT)
     try:
+        private_files.check_private(os.fstat(descriptor), folder / directory.LEDGER_FILE)
         os.posix_fallocate(descriptor, 0, layout.PAGE)
         return RequestLedger(mmap.mmap(descriptor, layout.PAGE))
     finally:
@@ -124,25 +124,26 @@ def open_ledger(folder: Path) -> RequestLedger:
 def read_server_counts(folder: Path) -> RequestCounts:
     """Returns the counts of a living server, without changing anything; raises `OSError`.
 
-    The counts are read while they change, so a request may be missing or open that has just been settled.
+    They change while they are read, so a request that is being settled may still count as open.
     """
-    rings = [path for path in folder.iterdir() if path.name.endswith(layout.SUFFIX_REQUESTS)]
-    ledger = RequestLedger(bytearray(_read_page(folder / LEDGER_FILE)))
+    names = private_files.list_names(folder, any_owner=True)
+    ledger = RequestLedger(bytearray(_read_page(folder / directory.LEDGER_FILE)))
     offered, not_recorded = ledger.closed_counts
-    for ring in rings:
-        words = memoryview(_read_page(ring))[: layout.HEADER_WORDS * 8].cast("Q")
-        is_counted = words[layout.W_VERSION] == layout.VERSION
-        if is_counted and not ledger.is_closed(words[layout.W_STARTED_AT]):
+    for name in names:
+        if not name.endswith(layout.SUFFIX_REQUESTS):
+            continue
+        words = memoryview(_read_page(folder / name))[: layout.HEADER_WORDS * 8].cast("Q")
+        if words[layout.W_VERSION] == layout.VERSION and not ledger.is_closed(words[layout.W_STARTED_AT]):
             offered += words[layout.W_OFFERED]
             not_recorded += words[layout.W_NOT_RECORDED]
     return ledger.read_counts(offered, not_recorded)
 
 
 def _read_page(path: Path) -> bytes:
-    """Returns the first page of a regular file of this user, filled up with zeros; raises `OSError`."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    """Returns the first page of a file beside rings, filled up with zeros; raises `OSError`."""
+    descriptor = private_files.open_beside_rings(path, os.O_RDONLY, any_owner=True)
     try:
-        check_private(os.fstat(descriptor), path)
+        private_files.check_private(os.fstat(descriptor), path)
         return os.read(descriptor, layout.PAGE).ljust(layout.PAGE, b"\0")
     finally:
         os.close(descriptor)

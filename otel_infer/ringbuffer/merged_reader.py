@@ -8,6 +8,7 @@ between namespaces and are reused.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 from bisect import bisect_right
@@ -19,7 +20,8 @@ from pathlib import Path
 import numpy as np
 
 from otel_infer import _clock
-from otel_infer.ringbuffer import directory, events, layout
+from otel_infer.config import private_files
+from otel_infer.ringbuffer import directory, events, layout, sidecar_claim
 from otel_infer.ringbuffer.ledger import RequestLedger
 from otel_infer.ringbuffer.process_rings import ProcessRings
 from otel_infer.ringbuffer.reader import InvalidRing, RequestReader, RingNotReady
@@ -59,7 +61,7 @@ class MergedReader:
         Files that are not valid rings are listed in `rejected`.
         """
         try:
-            files = os.listdir(folder)
+            files = private_files.list_names(folder)
         except OSError:
             return
         names = sorted(name for name in files if name.startswith(prefix) and name.endswith(_SUFFIXES))
@@ -75,9 +77,9 @@ class MergedReader:
 
     def _open_ring(self, path: Path, key: str, now: int) -> None:
         try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            descriptor = private_files.open_beside_rings(path, os.O_RDWR)
         except OSError as error:
-            if error.errno not in directory.RESOURCE_ERRNOS:
+            if error.errno not in sidecar_claim.RESOURCE_ERRNOS:
                 self.rejected.append(f"{path.name}: {error.strerror}")
                 self._known_rings.add(key)
             return
@@ -90,7 +92,7 @@ class MergedReader:
             os.close(descriptor)
         except (InvalidRing, ValueError, OSError) as failure:
             os.close(descriptor)
-            if not isinstance(failure, OSError) or failure.errno not in directory.RESOURCE_ERRNOS:
+            if not isinstance(failure, OSError) or failure.errno not in sidecar_claim.RESOURCE_ERRNOS:
                 self.rejected.append(f"{path.name}: {failure}")
                 self._known_rings.add(key)
 
@@ -323,5 +325,6 @@ class MergedReader:
             if descriptor >= 0:
                 os.close(descriptor)
             if remove and path is not None:
-                path.unlink(missing_ok=True)
+                with contextlib.suppress(OSError):  # its folder is gone, or another folder has its name
+                    private_files.remove_beside_rings(path)
                 self._known_rings.discard(str(path))

@@ -12,7 +12,7 @@ from typing import Any
 
 from otel_infer.config import environment
 from otel_infer.config.environment import Config
-from otel_infer.config.private_files import open_private_file, read_private_text
+from otel_infer.config.private_files import read_private_text, write_private_text
 from otel_infer.config.settings import STDERR
 from otel_infer.ringbuffer import directory
 
@@ -33,15 +33,20 @@ class SidecarStartError(Exception):
 
 
 class RestartBackoff:
-    """Delay until a sidecar that ended may be restarted: short at first, longer while each ends soon."""
+    """Delay until a sidecar that ended may be restarted: a second, and longer while each crashes soon."""
 
     def __init__(self) -> None:
         self._started_at = 0
         self._backoff_ns = 0
 
-    def is_due(self, now: int) -> bool:
-        """Returns whether a start is due at `now` (monotonic ns)."""
-        return now - self._started_at >= self._backoff_ns
+    def is_due(self, now: int, exit_status: int | None) -> bool:
+        """Returns whether a start is due at `now` (monotonic ns).
+
+        `exit_status`: of the sidecar that ended, negative if it was killed. Only a crash delays the next start.
+        """
+        has_crashed = exit_status is not None and exit_status > 0
+        delay = self._backoff_ns if has_crashed else min(self._backoff_ns, INITIAL_BACKOFF_NS)
+        return now - self._started_at >= delay
 
     def record_start(self, now: int) -> None:
         """Records a start at `now` (monotonic ns)."""
@@ -53,9 +58,8 @@ class RestartBackoff:
 def write_end_reason(folder: Path, error: Exception) -> None:
     """Writes why the sidecar of this folder ends, for `describe_end`."""
     with contextlib.suppress(OSError):
-        descriptor = open_private_file(folder / directory.ERROR_FILE, os.O_WRONLY | os.O_TRUNC)
-        with open(descriptor, "w", encoding="utf-8", errors="replace") as file:
-            file.write(f"{type(error).__name__}: {error}"[:MAX_REASON_CHARS])
+        text = f"{type(error).__name__}: {error}"[:MAX_REASON_CHARS]
+        write_private_text(folder / directory.ERROR_FILE, text)
 
 
 def describe_end(folder: Path) -> str:
@@ -70,16 +74,20 @@ def describe_end(folder: Path) -> str:
     )
 
 
-def start_sidecar(folder: Path, settings: Config, resource: dict[str, Any]) -> subprocess.Popen[bytes]:
+def start_sidecar(
+    folder: Path, settings: Config, resource: dict[str, Any], claim: int = -1
+) -> subprocess.Popen[bytes]:
     """Starts the sidecar of the server whose rings are in `folder`; raises `SidecarStartError`.
 
     It is isolated (`-I`), in its own session, without the server's descriptors. Its configuration goes
-    through its standard input, never through argv.
+    through its standard input, never through argv. `claim`: from `sidecar_claim.claim_sidecar_start`; the sidecar
+    inherits and closes it.
     """
     boot = {
         "folder": str(folder),
         "config": environment.to_json_dict(settings),
         "resource": resource,
+        "claim": claim,
         "path": [os.path.abspath(entry) for entry in sys.path if entry],
     }
     uses_stderr = settings.console or settings.request_log == STDERR
@@ -91,6 +99,7 @@ def start_sidecar(folder: Path, settings: Config, resource: dict[str, Any]) -> s
             stdout=subprocess.DEVNULL,
             stderr=None if uses_stderr else subprocess.DEVNULL,
             close_fds=True,
+            pass_fds=(claim,) if claim >= 0 else (),
             start_new_session=True,
             env=environment.sidecar_environment(),
             cwd="/",

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from otel_infer import _clock
 from otel_infer.config.environment import Config, from_json_dict, hide_refused_values
+from otel_infer.config.private_files import read_status
 from otel_infer.export.console import Console
 from otel_infer.export.interfaces import RequestExporter
 from otel_infer.export.metrics.sender import MetricsSender
@@ -86,7 +87,7 @@ def main(boot: dict[str, Any]) -> None:
     configure_logging(settings.log)
     lock = directory.FileLock(Path(boot["folder"]) / directory.SIDECAR_LOCK)
     try:
-        if not _acquire_lock(lock):
+        if not _acquire_lock(lock, boot["claim"]):
             sys.exit(0)
         Sidecar(lock, settings, boot["resource"]).run()
     except Exception as error:
@@ -96,11 +97,13 @@ def main(boot: dict[str, Any]) -> None:
     sys.exit(0)
 
 
-def _acquire_lock(lock: directory.FileLock) -> bool:
+def _acquire_lock(lock: directory.FileLock, claim: int) -> bool:
+    """Takes the sidecar's lock, then releases the right to start it (`sidecar_claim.claim_sidecar_start`)."""
     try:
         return lock.acquire()
     finally:
-        (lock.path.parent / directory.STARTING_FILE).unlink(missing_ok=True)
+        if claim >= 0:
+            os.close(claim)
 
 
 def make_pipeline(
@@ -299,7 +302,7 @@ class Sidecar:
         return not self._rings.count_writers()
 
     def _exit_delay_ns(self) -> int:
-        if (self._folder / directory.OWNER_LOCK).exists():
+        if read_status(self._folder / directory.OWNER_LOCK) is not None:
             return 0  # `otel-infer run` and its children have ended
         return LINGER_NS if self._rings.has_seen_rings else ORPHAN_NS
 

@@ -6,6 +6,8 @@ events were overwritten before they were read, or one that an earlier sidecar ha
 
 from __future__ import annotations
 
+from collections import deque
+
 from otel_infer import semconv
 from otel_infer.assembly.assembler import Assembler
 from otel_infer.ringbuffer.ledger import RequestCounts, RequestLedger
@@ -13,6 +15,11 @@ from otel_infer.ringbuffer.merged_reader import MergedReader
 
 TAKEOVER_NS = 3_000_000_000
 """Time in which a new sidecar reads what its predecessor left; what is missing then ended with that one."""
+
+READ_DELAY = 2
+"""Polls after which a request is certainly returned: complete at the first, read at the second, and released
+with the instant of the second at the third.
+"""
 
 
 class RequestAccounting:
@@ -25,27 +32,27 @@ class RequestAccounting:
         self._settled_before = self.ledger.count_settled()
         self._has_predecessor = self.ledger.add_reader()
         self._began = 0
-        self._recorded = self._recorded_before = 0
+        self._recorded: deque[int] = deque([0, 0, 0], maxlen=READ_DELAY + 1)
         self._unseen = self._dismissed = self._not_converted = 0
 
     def snapshot_recorded(self) -> None:
         """Reads how many requests were recorded so far. To be called before each poll of the rings."""
         offered, not_recorded = self._rings.count_requests()
-        self._recorded_before, self._recorded = self._recorded, offered - not_recorded
+        self._recorded.append(offered - not_recorded)
         if self._has_predecessor and self._counts_before is None and offered:
             self._counts_before = self.ledger.read_counts(0, not_recorded)  # what is open stays open
 
     def count_unseen(self, now: int, final: bool) -> None:
-        """Counts as lost the requests that were recorded before the previous poll and are not assembled now.
+        """Counts as lost the requests that must have been read by now and are not assembled.
 
-        To be called after the events of a poll were assembled. A poll returns what was complete at the
-        previous one, a `final` one everything. `now`: monotonic ns.
+        To be called after the events of a poll were assembled. `final`: the poll returned everything. `now`:
+        monotonic ns.
         """
         self._began = self._began or now
         if self._rings.has_holes() and not final:
-            self._recorded = self._recorded_before
+            self._recorded.extend([self._recorded[0]] * (READ_DELAY + 1))
         known = self._settled_before + self._assembler.requests_seen + self._unseen
-        missing = (self._recorded if final else self._recorded_before) - known
+        missing = self._recorded[-1 if final else 0] - known
         if missing > 0:
             is_takeover = self._has_predecessor and now - self._began < TAKEOVER_NS
             reason = semconv.LOSS_SIDECAR_ENDED if is_takeover else semconv.LOSS_EVENTS_OVERWRITTEN

@@ -7,13 +7,12 @@ and the instance id are stored beside the rings, for a sidecar that takes over.
 from __future__ import annotations
 
 import logging
-import os
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
 
 from otel_infer import semconv
-from otel_infer.config.private_files import open_private_file, read_private_text
+from otel_infer.config.private_files import read_private_text, write_private_text
 from otel_infer.ringbuffer import directory
 from otel_infer.ringbuffer.events import Value
 
@@ -58,7 +57,6 @@ def _read_text(path: Path) -> str:
 
 def _write_text(path: Path, text: str) -> None:
     try:
-        with open(open_private_file(path, os.O_WRONLY | os.O_TRUNC), "w", encoding="utf-8") as file:
-            file.write(text)
+        write_private_text(path, text)
     except OSError:
         log.warning("cannot write %s; a later sidecar may use another name or instance id", path)

@@ -63,7 +63,7 @@ def iter_checks(environ: dict[str, str], imports: bool) -> Iterator[tuple[str, C
 
     The sidecar check reads the result of the shared memory check.
     """
-    from otel_infer.cli.doctor import environment, exporter, instrumentations, shared_memory
+    from otel_infer.cli.doctor import environment, exporter, instrumentations, requests, shared_memory
     from otel_infer.gpu import nvml
 
     settings, _ = from_env_or_defaults(environ)
@@ -80,6 +80,7 @@ def iter_checks(environ: dict[str, str], imports: bool) -> Iterator[tuple[str, C
     yield "exporter", lambda: exporter.check_exporter(settings, environ)
     yield "shared memory", check_shared_memory
     yield "sidecar", lambda: [shared_memory.check_sidecar(settings, refused)]
+    yield "requests", lambda: requests.check_requests(settings)
     yield "leftovers", lambda: [shared_memory.check_leftovers(settings)]
     yield "gpu", lambda: [environment.check_gpu(nvml.query_state())]
 

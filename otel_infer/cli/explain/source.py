@@ -127,7 +127,9 @@ def describe_source(
 def _read_service_name(folder: Path) -> str:
     """Returns the service name that the sidecar stored beside the rings; empty if it cannot be read."""
     try:
-        return replace_controls(read_private_text(folder / directory.SERVICE_FILE, MAX_NAME_BYTES).strip())
+        return replace_controls(
+            read_private_text(folder / directory.SERVICE_FILE, MAX_NAME_BYTES, any_owner=True).strip()
+        )
     except (OSError, ValueError):
         return ""
 

@@ -9,15 +9,25 @@ Signals to a pid are not used, because pids differ between containers. The reque
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
-import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from otel_infer.config.private_files import check_private, is_readable_owner, read_private_text
+from otel_infer.config.private_files import (
+    check_private,
+    list_names,
+    open_beside_rings,
+    open_private_folder,
+    read_private_text,
+    read_status,
+    remove_beside_rings,
+    write_private_text,
+)
 from otel_infer.ringbuffer import directory
+from otel_infer.ringbuffer.events.plain_values import replace_controls
 
 DUMP_TIMEOUT_S = 60.0
 POLL_INTERVAL_S = 0.05
@@ -38,21 +48,19 @@ def request_dump(folder: Path, patience_s: float = DUMP_TIMEOUT_S) -> Path:
     tape, rejection = request.with_suffix(directory.DUMP_DONE), request.with_suffix(directory.DUMP_REJECTED)
     is_answered = False
     try:
-        owner = folder.lstat()
-        if not stat.S_ISDIR(owner.st_mode) or not is_readable_owner(owner):
-            raise DumpFailed(f"{folder}: belongs to another user")
-        os.close(os.open(request, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+        os.close(open_beside_rings(request, os.O_WRONLY | os.O_CREAT | os.O_EXCL, any_owner=True))
         deadline = time.monotonic() + patience_s
         while time.monotonic() < deadline:
-            if os.path.lexists(tape):
-                check_private(tape.lstat(), tape)
+            answer = read_status(tape, any_owner=True)
+            if answer is not None:
+                check_private(answer, tape)
                 is_answered = True
                 return tape
-            if os.path.lexists(rejection):
-                reason = read_private_text(rejection, MAX_REASON_BYTES)
-                rejection.unlink(missing_ok=True)
-                raise DumpFailed(reason)
-            if not directory.is_held(folder / directory.SIDECAR_LOCK):
+            if read_status(rejection, any_owner=True) is not None:
+                reason = read_private_text(rejection, MAX_REASON_BYTES, any_owner=True)
+                _remove_file(rejection, any_owner=True)
+                raise DumpFailed(replace_controls(reason))
+            if not directory.is_held(folder / directory.SIDECAR_LOCK, any_owner=True):
                 raise DumpFailed("the sidecar ended before it wrote the tape")
             time.sleep(POLL_INTERVAL_S)
     except OSError as reason:
@@ -60,34 +68,57 @@ def request_dump(folder: Path, patience_s: float = DUMP_TIMEOUT_S) -> Path:
     except ValueError:
         raise DumpFailed(f"{rejection} is no text, which a sidecar never writes") from None
     finally:
-        request.unlink(missing_ok=True)
+        _remove_file(request, any_owner=True)
         if not is_answered:  # a later tape would only take memory that the server needs
-            tape.unlink(missing_ok=True)
+            _remove_file(tape, any_owner=True)
     raise DumpFailed(f"the sidecar did not answer within {patience_s:g} s")
 
 
 def take_dump_requests(folder: Path) -> Iterator[Path]:
     """Yields the paths of the tapes that were requested; removes old tapes that were not fetched."""
     try:
-        names = [name for name in os.listdir(folder) if directory.is_dump(name)]
+        names = list_names(folder)
     except OSError:
         return
-    for path in sorted(folder / name for name in names):
+    for path in (folder / name for name in names if directory.is_dump(name)):
         if path.suffix == directory.DUMP_REQUESTED:
-            path.unlink(missing_ok=True)
+            _remove_file(path)
             yield path.with_suffix(directory.DUMP_DONE)
         elif file_age_s(path) > STALE_S:
-            path.unlink(missing_ok=True)
+            _remove_file(path)
+
+
+@contextlib.contextmanager
+def open_tape(tape: Path) -> Iterator[Path]:
+    """Yields a path of a requested tape that no rename can change, and removes the tape afterwards.
+
+    Raises `DumpFailed`.
+    """
+    with contextlib.ExitStack() as undo:
+        undo.callback(_remove_file, tape, any_owner=True)
+        try:
+            descriptor = open_beside_rings(tape, os.O_RDONLY, any_owner=True)
+            undo.callback(os.close, descriptor)
+            check_private(os.fstat(descriptor), tape)
+        except OSError as reason:
+            raise DumpFailed(f"{tape}: {reason.strerror}") from None
+        yield Path(f"/proc/self/fd/{descriptor}")
 
 
 def reject_dump(tape: Path, reason: str) -> None:
     """Writes the reason why there will be no such tape."""
-    part = tape.with_suffix(directory.DUMP_PART)
+    part, rejection = tape.with_suffix(directory.DUMP_PART), tape.with_suffix(directory.DUMP_REJECTED)
     try:
-        part.write_text(reason, encoding="utf-8")
-        part.rename(tape.with_suffix(directory.DUMP_REJECTED))
+        write_private_text(part, reason)
+        with open_private_folder(tape.parent) as folder:
+            os.rename(part.name, rejection.name, src_dir_fd=folder, dst_dir_fd=folder)
     except OSError:
-        part.unlink(missing_ok=True)
+        _remove_file(part)
+
+
+def _remove_file(path: Path, *, any_owner: bool = False) -> None:
+    with contextlib.suppress(OSError):
+        remove_beside_rings(path, any_owner=any_owner)
 
 
 def file_age_s(path: Path) -> float:

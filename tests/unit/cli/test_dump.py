@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,13 +31,12 @@ def test_existing_output_file_becomes_private(tmp_path: Path, monkeypatch: pytes
     assert out.stat().st_mode & 0o777 == 0o600
 
 
-def test_output_is_written_if_fchmod_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: int) -> None:
-        raise PermissionError("the file belongs to another user")
-
-    recording, out = tmp_path / "recording", tmp_path / "out"
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+def test_a_planted_output_is_refused(tmp_path: Path, kind: str) -> None:
+    recording, victim, out = tmp_path / "recording", tmp_path / "victim", tmp_path / "out"
     recording.write_bytes(b"events")
-    out.write_bytes(b"older events")
-    monkeypatch.setattr("os.fchmod", refuse)
-    dump._copy_recording(recording, out)
-    assert out.read_bytes() == b"events"
+    victim.write_bytes(b"kept")
+    out.symlink_to(victim) if kind == "link" else os.mkfifo(out)
+    with pytest.raises(OSError):
+        dump._copy_recording(recording, out)
+    assert victim.read_bytes() == b"kept"

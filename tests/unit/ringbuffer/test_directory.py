@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from otel_infer.ringbuffer import directory, layout
+from otel_infer.ringbuffer import directory, layout, sidecar_claim
 from otel_infer.ringbuffer.arena import FileArena, RingUnavailable
 from otel_infer.ringbuffer.writer import RequestWriter
 
@@ -29,6 +29,12 @@ def shm() -> Iterator[Path]:
     folder.chmod(0o777)
     yield folder
     shutil.rmtree(folder)
+
+
+@pytest.fixture
+def own(shm: Path) -> Path:
+    """Returns a folder on tmpfs that only this user can use."""
+    return directory.ensure_private_folder(shm / "own")
 
 
 @contextlib.contextmanager
@@ -101,7 +107,7 @@ def test_a_link_instead_of_the_folder_is_rejected(shm: Path, tmp_path: Path) -> 
 
 def test_a_folder_of_another_user_is_rejected(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (shm / "otel_infer-12345").mkdir()
-    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
     with pytest.raises(RingUnavailable, match="another user"):
         directory.create_server_folder(shm)
 
@@ -130,8 +136,8 @@ def test_a_private_or_missing_configured_folder_is_used(shm: Path) -> None:
 # ── locks ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_lock_is_held_until_its_process_ends(shm: Path) -> None:
-    path = shm / "a.lock"
+def test_a_lock_is_held_until_its_process_ends(own: Path) -> None:
+    path = own / "a.lock"
     assert not directory.is_held(path)
     with another_process(holding(path)) as pid:
         assert directory.is_held(path)
@@ -141,8 +147,8 @@ def test_a_lock_is_held_until_its_process_ends(shm: Path) -> None:
     assert directory.FileLock(path).acquire()
 
 
-def test_a_forked_child_does_not_hold_parent_lock(shm: Path) -> None:
-    path = shm / "a.lock"
+def test_a_forked_child_does_not_hold_parent_lock(own: Path) -> None:
+    path = own / "a.lock"
     lock = directory.FileLock(path)
     assert lock.acquire()
     with another_process(lambda: lock):
@@ -150,8 +156,8 @@ def test_a_forked_child_does_not_hold_parent_lock(shm: Path) -> None:
         assert directory.is_held(path) is False
 
 
-def test_checking_a_lock_does_not_block_its_acquisition(shm: Path) -> None:
-    path = shm / "a.lock"
+def test_checking_a_lock_does_not_block_its_acquisition(own: Path) -> None:
+    path = own / "a.lock"
     path.touch()
 
     def check_forever() -> None:
@@ -168,8 +174,8 @@ def test_checking_a_lock_does_not_block_its_acquisition(shm: Path) -> None:
             time.sleep(0)
 
 
-def test_a_lock_acquired_twice_needs_one_release(shm: Path) -> None:
-    lock = directory.FileLock(shm / "a.lock")
+def test_a_lock_acquired_twice_needs_one_release(own: Path) -> None:
+    lock = directory.FileLock(own / "a.lock")
     assert lock.acquire()
     assert lock.acquire()
     assert lock.ensure_held()
@@ -226,10 +232,10 @@ def test_a_live_or_starting_server_is_not_claimed(shm: Path) -> None:
 
 def test_a_dead_server_with_starting_sidecar_is_skipped(shm: Path) -> None:
     mine, dead = directory.create_server_folder(shm), dead_server(shm)
-    assert directory.claim_sidecar_start(dead)
+    claim = sidecar_claim.claim_sidecar_start(dead)
+    assert claim is not None
     assert [] == list(directory.claim_dead_servers(mine))
-    long_ago = time.time() - directory.START_TIMEOUT_S - 1
-    os.utime(dead / directory.STARTING_FILE, (long_ago, long_ago))
+    os.close(claim)
     assert [dead] == [folder for folder, _ in directory.claim_dead_servers(mine)]
 
 
@@ -289,22 +295,12 @@ def test_nothing_is_removed_while_a_writer_is_live(shm: Path) -> None:
     assert not folder.exists()
 
 
-def test_a_ring_counts_as_written_by_its_header(shm: Path) -> None:
-    path = shm / "1-a.requests"
+def test_a_ring_counts_as_written_by_its_header(own: Path) -> None:
+    path = own / "1-a.requests"
     path.write_bytes(bytes(16))
     assert not directory._is_written(path)
-    RequestWriter(FileArena(shm), "2-b", "server")
-    assert directory._is_written(shm / f"2-b{layout.SUFFIX_REQUESTS}")
-
-
-def test_one_process_at_once_may_start_the_sidecar(shm: Path) -> None:
-    assert directory.claim_sidecar_start(shm)
-    assert not directory.claim_sidecar_start(shm)
-    os.utime(shm / directory.STARTING_FILE, (1, 1))
-    assert directory.claim_sidecar_start(shm)
-    assert not directory.claim_sidecar_start(shm)
-    (shm / directory.STARTING_FILE).unlink()  # the sidecar does this once it runs
-    assert directory.claim_sidecar_start(shm)
+    RequestWriter(FileArena(own), "2-b", "server")
+    assert directory._is_written(own / f"2-b{layout.SUFFIX_REQUESTS}")
 
 
 def test_served_folders_are_found_from_folder_and_parents(
@@ -335,7 +331,7 @@ def test_served_folders_are_found_from_folder_and_parents(
         os.waitpid(pid, 0)
 
 
-def test_without_descriptors_locks_count_as_held(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_descriptors_locks_count_as_held(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor is the start of a sidecar claimed."""
 
     def fail_open(*_: object, **__: object) -> int:
@@ -343,10 +339,10 @@ def test_without_descriptors_locks_count_as_held(shm: Path, monkeypatch: pytest.
 
     with monkeypatch.context() as patched:
         patched.setattr(os, "open", fail_open)
-        assert directory.is_held(shm / directory.SIDECAR_LOCK)
-        assert not directory.claim_sidecar_start(shm)
-    assert not directory.is_held(shm / directory.SIDECAR_LOCK)
-    assert directory.claim_sidecar_start(shm)
+        assert directory.is_held(own / directory.SIDECAR_LOCK)
+        assert sidecar_claim.claim_sidecar_start(own) is None
+    assert not directory.is_held(own / directory.SIDECAR_LOCK)
+    assert sidecar_claim.claim_sidecar_start(own) is not None
 
 
 def test_a_folder_writable_by_others_is_not_served(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -354,17 +350,15 @@ def test_a_folder_writable_by_others_is_not_served(shm: Path, monkeypatch: pytes
     own, open_to_all, elsewhere = shm / "own", shm / "open", shm / "elsewhere"
     for folder in (own, open_to_all, elsewhere):
         folder.mkdir(mode=0o700)
-    open_to_all.chmod(0o777)
     (shm / "link").symlink_to(elsewhere)
     with (
         another_process(holding(own / directory.SIDECAR_LOCK)),
         another_process(holding(open_to_all / directory.SIDECAR_LOCK)),
         another_process(holding(elsewhere / directory.SIDECAR_LOCK)),
     ):
+        open_to_all.chmod(0o777)
         assert directory.find_served_folders(shm) == [elsewhere, own]
-        assert open_to_all in directory.find_served_folders(
-            open_to_all
-        )  # a folder that is given explicitly is trusted
+        assert directory.find_served_folders(open_to_all) == []
 
 
 def test_folder_of_an_ended_server_holds_dead_rings(tmp_path: Path) -> None:
@@ -372,8 +366,11 @@ def test_folder_of_an_ended_server_holds_dead_rings(tmp_path: Path) -> None:
     RequestWriter(arena, "1-a", "toy")
     arena.close()
     assert directory.holds_dead_server(tmp_path)
-    (tmp_path / directory.STARTING_FILE).touch()
+    claim = sidecar_claim.claim_sidecar_start(tmp_path)
+    assert claim is not None
     assert not directory.holds_dead_server(tmp_path)
+    os.close(claim)
+    assert directory.holds_dead_server(tmp_path)
 
 
 def test_incomplete_rings_and_missing_folders_are_no_dead_server(tmp_path: Path) -> None:

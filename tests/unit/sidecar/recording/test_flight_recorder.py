@@ -388,7 +388,7 @@ def test_an_interrupted_dump_request_removes_its_tape(
         (flight.rings / request).with_suffix(directory.DUMP_DONE).touch()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(directory, "is_held", lambda _: True)
+    monkeypatch.setattr(directory, "is_held", lambda _, **__: True)
     monkeypatch.setattr(time, "sleep", interrupt)
     with pytest.raises(KeyboardInterrupt):
         dump_request.request_dump(flight.rings)
@@ -523,7 +523,7 @@ def test_the_webhook_listens_on_loopback_by_default(flight: Flight, webhook: Web
 
 def test_a_link_as_answer_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise another user could make the command read a file that only its user may read."""
-    monkeypatch.setattr(directory, "is_held", lambda path: True)
+    monkeypatch.setattr(directory, "is_held", lambda path, **__: True)
     secret = tmp_path / "secret"
     secret.write_text("secret")
     folder = tmp_path / "rings"

@@ -1,0 +1,1 @@
+"""Servers under faults, and the equation of their requests: `python -m tests.accounting` runs the long versions."""
