@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from otel_infer import _clock
+from otel_infer import _clock, semconv
 from otel_infer.export.metrics.sender import MetricsSender
 from otel_infer.export.spans.batch_sender import BatchSender
 
@@ -34,3 +34,18 @@ class Delivery:
         """
         is_refused = self._metrics_sender is not None and self._metrics_sender.is_refused
         return not is_refused and self.count_refused() <= refused_before
+
+    def describe_refusals(self) -> dict[str, str]:
+        """Returns a line for the operator for each signal of which something was refused.
+
+        It has no text of the receiver's own. Why metrics were refused is in the SDK's log only.
+        """
+        refused: dict[str, str] = {}
+        if self._sender is not None and self._sender.lost[semconv.LOSS_REFUSED]:
+            refused["spans"] = f"spans ({self._sender.last_refusal.partition(':')[0] or 'not sent'})"
+        if self._metrics_sender is not None and self._metrics_sender.failed_exports:
+            refused["metrics"] = "metrics"
+        return {
+            signal: f"the destination refused {what}; run `otel-infer doctor` to see why"
+            for signal, what in refused.items()
+        }

@@ -23,6 +23,7 @@ from otel_infer.ringbuffer.arena import MemoryArena
 from otel_infer.ringbuffer.events import Value
 from otel_infer.ringbuffer.merged_reader import MergedReader
 from otel_infer.sidecar.main import make_pipeline
+from otel_infer.sidecar.notices import RefusalReporter
 from otel_infer.sidecar.pipeline import CYCLE_NS, Pipeline
 from otel_infer.tracing import request_span
 
@@ -72,6 +73,7 @@ class InProcessReader(threading.Thread):
         self._exit_deadline = 0
         self._pid = os.getpid()
         self._built_pipeline: Pipeline | None = None
+        self._refusals: RefusalReporter | None = None
 
     @property
     def _pipeline(self) -> Pipeline:
@@ -80,7 +82,10 @@ class InProcessReader(threading.Thread):
             with _import_lock:
                 for name in _PRELOADED_MODULES:
                     importlib.import_module(name)
-                self._built_pipeline = self._build_pipeline()
+                pipeline = self._built_pipeline = self._build_pipeline()
+                self._refusals = RefusalReporter(
+                    pipeline.delivery.describe_refusals, lambda lines: log.warning("; ".join(lines))
+                )
         return self._built_pipeline
 
     def start(self) -> None:
@@ -162,6 +167,8 @@ class InProcessReader(threading.Thread):
         self._add_rings()
         self._pipeline.run_cycle(_clock.now(), final=True)
         self._pipeline.close(FLUSH_S)
+        if self._refusals is not None:
+            self._refusals.report_new()
 
     def _wait_for_work(self) -> bool:
         """Waits for the next cycle, a flush or the end; returns whether it is the end."""
@@ -197,6 +204,8 @@ class InProcessReader(threading.Thread):
     def _run_cycle(self) -> None:
         self._add_rings()
         self._pipeline.run_cycle(_clock.now())
+        if self._refusals is not None:
+            self._refusals.report_new()
 
     def _add_rings(self) -> None:
         for name, memory in list(self._arena.buffers):

@@ -36,6 +36,7 @@ from otel_infer.sidecar.crash_recovery import SEND_TIMEOUT_S, CrashRecovery
 from otel_infer.sidecar.flushes import FlushRequests
 from otel_infer.sidecar.log_file import configure_logging
 from otel_infer.sidecar.malloc import MallocTrimmer, fill_numpy_cache, use_single_arena
+from otel_infer.sidecar.notices import READ_S, RefusalReporter, write_notices
 from otel_infer.sidecar.pipeline import CYCLE_NS, EXPORT_INTERVAL_NS, Pipeline
 from otel_infer.sidecar.probes.cpu_throttling import CpuThrottlingProbe
 from otel_infer.sidecar.probes.thread_stats import EngineThreadProbe
@@ -180,6 +181,7 @@ class Sidecar:
             MallocTrimmer(),
         )
         self._flushes = FlushRequests(self._rings, self._pipeline)
+        self._refusals = RefusalReporter(self._pipeline.delivery.describe_refusals, self._report_lines)
         self._recovery = _make_recovery(self._folder, settings, self._service.resource)
         self._discovered_at = 0
         self._no_writers_since = 0
@@ -205,6 +207,8 @@ class Sidecar:
             self._webhook.close()
         self._pipeline.run_cycle(_clock.now(), final=True)
         self._pipeline.close(FLUSH_S)
+        if self._refusals.report_new() and (self._folder / directory.OWNER_LOCK).exists():
+            time.sleep(READ_S)
         self._flight_recorder.close(RECORDING_TIMEOUT_S)
         if self._recovery is not None:
             self._recovery.join(SEND_TIMEOUT_S)
@@ -217,6 +221,12 @@ class Sidecar:
     def stop(self) -> None:
         """Ends a sidecar that does not end with its last writer."""
         self._stopped = True
+
+    def _report_lines(self, lines: list[str]) -> None:
+        if self._is_persistent:  # it has a terminal or a log of its own, and no process that started it
+            print(*(f"otel_infer: {line}" for line in lines), sep="\n", file=sys.stderr)
+        else:
+            write_notices(self._folder, lines)
 
     def _cycle_interval_ns(self, now: int) -> int:
         """Returns the time from one wake-up to the next, ns."""
@@ -233,6 +243,7 @@ class Sidecar:
             self._start_webhook(now)
             self._malloc_trimmer.tick(now)
             self._service.save()
+            self._refusals.report_new()
             self._pipeline.enforce_budget(now)
         samples = self._throttling_probe.read_events(
             self._rings.list_writers

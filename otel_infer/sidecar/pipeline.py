@@ -317,6 +317,8 @@ class Pipeline:
             self._metrics_sender.put(self._snapshot_metrics(), is_delta=self.metrics.is_delta)
 
     def _snapshot_metrics(self) -> Any:
+        for delta in self._metrics_sender.drain_refused_deltas() if self._metrics_sender is not None else ():
+            self.metrics.restore_self_counts(delta)
         state_metrics.set_state_metrics(
             self.metrics, self.assembler, self.rings, self.sampler, self._gpu_poller, self.sender
         )

@@ -363,6 +363,9 @@ class ClosedMetricsOutlet:
     def can_accept(self, *, behind: bool) -> bool:
         return False
 
+    def drain_refused_deltas(self) -> tuple[()]:
+        return ()
+
     def wait(self, timeout: float) -> bool:
         return True
 

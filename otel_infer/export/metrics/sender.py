@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
+from collections.abc import Iterator
 from importlib import import_module
 from typing import Any
 
@@ -30,6 +31,7 @@ class MetricsSender(threading.Thread):
         self._pending: deque[Any] = deque()
         self._busy = self._closing = self._has_refused = False
         self._is_delta = False
+        self._refused: deque[Any] = deque(maxlen=MAX_PENDING)
         self.failed_exports = 0
         self.is_refused = False
         """Whether the last collection was not accepted."""
@@ -82,7 +84,14 @@ class MetricsSender(threading.Thread):
         except Exception:  # an exporter's bug must not end the thread
             self.is_refused = True
             log.warning("metrics were not exported", exc_info=True)
-        self.failed_exports += self.is_refused
+        if self.is_refused:
+            self.failed_exports += 1
+            self._refused.append(data)
+
+    def drain_refused_deltas(self) -> Iterator[Any]:
+        """Yields the deltas that were refused since the last call."""
+        while self._is_delta and self._refused:
+            yield self._refused.popleft()
 
     def wait(self, timeout: float) -> bool:
         """Waits until every accepted collection was tried.
