@@ -2,6 +2,7 @@
 
 The layout of a folder:
 
+    BASE/otel_infer-UID/instance-*  held by each writer with a given `service.instance.id`
     BASE/otel_infer-UID/SERVER/     0700, on tmpfs; BASE is /dev/shm
         owner.lock                  held by `otel-infer run` while it lives
         sidecar.lock                held by the only sidecar of this server

@@ -22,6 +22,7 @@ from otel_infer.export.provider import TracerProviderExporter
 from otel_infer.ringbuffer.arena import MemoryArena
 from otel_infer.ringbuffer.events import Value
 from otel_infer.ringbuffer.merged_reader import MergedReader
+from otel_infer.sidecar.instance_claim import InstanceClaim
 from otel_infer.sidecar.main import make_pipeline
 from otel_infer.sidecar.notices import RefusalReporter
 from otel_infer.sidecar.pipeline import CYCLE_NS, Pipeline
@@ -74,6 +75,7 @@ class InProcessReader(threading.Thread):
         self._pid = os.getpid()
         self._built_pipeline: Pipeline | None = None
         self._refusals: RefusalReporter | None = None
+        self._claim: InstanceClaim | None = None
 
     @property
     def _pipeline(self) -> Pipeline:
@@ -169,6 +171,8 @@ class InProcessReader(threading.Thread):
         self._pipeline.close(FLUSH_S)
         if self._refusals is not None:
             self._refusals.report_new()
+        if self._claim is not None:
+            self._claim.release()
 
     def _wait_for_work(self) -> bool:
         """Waits for the next cycle, a flush or the end; returns whether it is the end."""
@@ -191,7 +195,10 @@ class InProcessReader(threading.Thread):
 
     def _build_pipeline(self) -> Pipeline:
         if self._provider is None:
-            resource = {semconv.SERVICE_INSTANCE_ID: str(uuid.uuid4()), **self._resource}
+            given = str(self._resource.get(semconv.SERVICE_INSTANCE_ID, ""))
+            self._claim = InstanceClaim(given) if given else None
+            instance = self._claim.id if self._claim is not None else str(uuid.uuid4())
+            resource = {**self._resource, semconv.SERVICE_INSTANCE_ID: instance}
             return make_pipeline(self._settings, resource, self._rings, show=False)
         exporter = TracerProviderExporter(
             self._provider.get_tracer("otel_infer"),

@@ -212,6 +212,7 @@ class Sidecar:
         self._flight_recorder.close(RECORDING_TIMEOUT_S)
         if self._recovery is not None:
             self._recovery.join(SEND_TIMEOUT_S)
+        self._service.release()
         self._thread_probe.close()
         self._throttling_probe.close()
         self._rings.close(remove=not self._is_persistent)
