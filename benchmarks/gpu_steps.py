@@ -47,7 +47,7 @@ class Loop:
     def run_turn(self, steps: int, marked: bool) -> float:
         """Runs a turn and returns µs per step."""
         torch.cuda.synchronize()
-        self._timeline.sampler._last_begun_at = 0  # the idle time before a turn is not a period
+        self._timeline.sampler._paid_until = _clock.now()  # the idle time before a turn pays for no marks
         began = _clock.now()
         for number in range(steps):
             if marked:
@@ -65,7 +65,7 @@ class Loop:
     def _run_marked(self, number: int) -> None:
         now, timeline = _clock.now, self._timeline
         at = now()
-        span = timeline.begin_span() if timeline.sampler.should_sample() else None
+        span = timeline.begin_span() if timeline.sampler.should_sample(at) else None
         begun = now()
         self._step()
         launched = now()

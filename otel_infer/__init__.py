@@ -42,7 +42,11 @@ def uninstrument() -> None:
 
 
 def flush(timeout: float = 5.0) -> bool:
-    """Sends everything recorded so far. Returns False if `timeout` seconds were not enough."""
+    """Sends everything recorded so far.
+
+    Returns False if `timeout` seconds were not enough, or if a receiver refused something that was recorded
+    since the last flush.
+    """
     from otel_infer._bootstrap.install import installation
 
     return installation.flush(timeout)

@@ -30,6 +30,7 @@ from otel_infer.ringbuffer import directory, layout, sidecar_claim
 from otel_infer.ringbuffer.arena import Arena, FileArena, MemoryArena, RingUnavailable
 from otel_infer.ringbuffer.recorder import SERVER, recorder
 from otel_infer.sidecar import launcher
+from otel_infer.sidecar.notices import NoticePrinter
 from otel_infer.tracing import process_start, request_span, start
 from otel_infer.tracing.sampler import create_span_factory
 
@@ -53,6 +54,7 @@ class _Installation:
         self._is_env_exported = self._is_startup_reported = self._had_reader = False
         self._old_sidecars: list[Any] = []
         self._exit_finalizer: Any = None
+        self._notices = NoticePrinter()
         self._start_claim: int | None = None
         self._exit_signal = ExitSignalHandler(self._close_reader)
         self._lock, self._restarts, self._start_recorder = (
@@ -149,7 +151,10 @@ class _Installation:
         return [integration.status for integration in self.installed]
 
     def flush(self, timeout: float) -> bool:
-        """Sends everything recorded so far. Returns False if `timeout` s were not enough."""
+        """Sends everything recorded so far.
+
+        Returns False if `timeout` s were not enough, or if a receiver refused something of it.
+        """
         if self.reader is not None:
             return self.reader.flush(timeout)
         if recorder.requests is not None:
@@ -161,7 +166,10 @@ class _Installation:
         deadline = _clock.now() + int(timeout * 1e9)
         while _clock.now() < deadline:
             if writer.words[layout.W_FLUSH_DONE] >= requested:
-                return True
+                accepted = bool(writer.words[layout.W_FLUSH_REFUSED] < requested)
+                if not accepted:
+                    self._ensure_reader()  # it prints why
+                return accepted
             threading.Event().wait(0.02)
         return False
 
@@ -247,6 +255,7 @@ class _Installation:
 
     def _ensure_sidecar(self, folder: Path) -> None:
         if self.sidecar is not None and self.sidecar.poll() is None:
+            self._notices.print_new(folder)
             return
         if directory.is_held(folder / directory.SIDECAR_LOCK) or directory.is_held(
             folder / directory.OWNER_LOCK

@@ -25,6 +25,7 @@ from otel_infer.config.resource import detect_resource
 from otel_infer.ringbuffer import directory, layout
 from otel_infer.ringbuffer.arena import FileArena, RingUnavailable, choose_sizes
 from otel_infer.sidecar import launcher
+from otel_infer.sidecar.notices import NoticePrinter
 
 FORWARDED_SIGNALS = (
     signal.SIGTERM,
@@ -100,6 +101,7 @@ class Supervisor:
         self._server: subprocess.Popen[bytes] | None = None
         self.status: int | None = None
         self._restarts = launcher.RestartBackoff()
+        self._notices = NoticePrinter()
         self._early_signals: list[int] = []
         self._skips_flush = False
 
@@ -208,6 +210,7 @@ class Supervisor:
         # If this is process 1 of a container, all other processes end with it.
         ended, patience = time.monotonic(), FLUSH_S if os.getpid() == 1 else ORPHANS_S
         while self._sidecar is not None and self._sidecar.poll() is None and not self._skips_flush:
+            self._notices.print_new(self._folder)
             waited = time.monotonic() - ended
             if waited > patience and self._has_live_writer():
                 print(
@@ -266,6 +269,7 @@ class Supervisor:
 
     def _restart_dead_sidecar(self) -> None:
         """Restarts the sidecar if it died; one that crashes again and again, with growing delays."""
+        self._notices.print_new(self._folder)
         exit_status = None if self._sidecar is None else self._sidecar.returncode
         if (
             self.status is None

@@ -142,8 +142,10 @@ class Timeline:
         """
         is_queued = self._device.occupy_stream(stream)
         for span in self._pool:
+            before = self._now()
             span.start.record(stream)
             span.end.record(stream)
+            self.sampler.add_lowest_cost(self._now() - before)
         until = self._now() + WARM_UP_NS
         while is_queued and self._now() < until:
             if self._pool[-1].end.query():
@@ -209,11 +211,13 @@ class Timeline:
         except Exception:
             self._record_error(span)
             return False
+        marked_at = self._now()
         if len(self._pending) >= COLLECT_BATCH:
             self.collect_spans()
         self._pending.append(span)
         if span.is_step:
-            self.sampler.add_sample(span.begun_at, self._begin_cost_ns + self._now() - span.launched_at)
+            cost = self._begin_cost_ns + marked_at - span.launched_at
+            self.sampler.add_sample(cost, self._now() - marked_at)
         return True
 
     def cancel_span(self, span: DeviceSpan) -> None:

@@ -22,6 +22,7 @@ from otel_infer import _clock
 from otel_infer.gpu import graph_capture
 from otel_infer.gpu.clock_sync import ClockMap
 from otel_infer.gpu.device import Device, current_device
+from otel_infer.gpu.sample_rate import share_cost
 from otel_infer.gpu.timeline import DeviceInterval, DeviceSpan, Timeline
 
 log = logging.getLogger(__name__)
@@ -97,7 +98,7 @@ class DeviceTiming:
         if slot is not None and slot.timeline is not None:
             if on is not None and not slot.matches_device(on):
                 return _clock.now()
-            if is_step and not slot.timeline.sampler.should_sample() and not always:
+            if is_step and not slot.timeline.sampler.should_sample(_clock.now()) and not always:
                 return UNTIMED
             span = slot.timeline.begin_span(stream, is_step)
             if span is not None:
@@ -226,6 +227,7 @@ class _TimingThread(threading.Thread):
                     type(error).__name__,
                 )
         now = _clock.now()
+        share_cost([timeline.sampler for _, timeline, _ in self._active_timelines], now)
         for device, timeline, slot in list(self._active_timelines):
             timeline.collect_spans()
             if slot() is None or timeline.is_broken:

@@ -2,6 +2,7 @@
 
 The layout of a folder:
 
+    BASE/otel_infer-UID/instance-*  held by each writer with a given `service.instance.id`
     BASE/otel_infer-UID/SERVER/     0700, on tmpfs; BASE is /dev/shm
         owner.lock                  held by `otel-infer run` while it lives
         sidecar.lock                held by the only sidecar of this server
@@ -44,12 +45,23 @@ INSTANCE_FILE, SERVICE_FILE = "instance", "service"
 LEDGER_FILE = "ledger"
 ERROR_FILE = "sidecar.error"
 """Why the sidecar ended, for the process that started it."""
+NOTICES_FILE = "sidecar.notices"
+"""Lines for the stderr of the process that started the sidecar."""
 DUMP_PREFIX = "dump-"
 DUMP_REQUESTED, DUMP_DONE, DUMP_REJECTED, DUMP_PART = ".requested", ".tape", ".rejected", ".part"
 _DUMP_PATTERN = re.compile(r"dump-[0-9a-f]{16}\.(requested|tape|rejected|part)")
 ABANDONED_S = 3600.0
 _SERVER_FILES = frozenset(
-    (OWNER_LOCK, SIDECAR_LOCK, STARTING_FILE, INSTANCE_FILE, SERVICE_FILE, ERROR_FILE, LEDGER_FILE)
+    (
+        OWNER_LOCK,
+        SIDECAR_LOCK,
+        STARTING_FILE,
+        INSTANCE_FILE,
+        SERVICE_FILE,
+        ERROR_FILE,
+        NOTICES_FILE,
+        LEDGER_FILE,
+    )
 )
 _RING_SUFFIXES = frozenset((layout.SUFFIX_REQUESTS, layout.SUFFIX_STEPS))
 _FLOCK = struct.Struct("hhqqi")

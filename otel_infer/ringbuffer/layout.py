@@ -66,6 +66,10 @@ W_STRINGS_REUSED = 19
 """Counts how often ids of the string table became free for other texts."""
 W_NUMBER = 20
 """In a step ring: its number among those of its process, from 1."""
+W_FLUSH_REFUSED = 21
+"""Written by the reader: the last request after which something was refused that was recorded since the
+request before it.
+"""
 HEADER_WORDS = 32
 TEXT_OFFSET = HEADER_WORDS * 8
 TEXT_LENGTH = struct.Struct("<I")

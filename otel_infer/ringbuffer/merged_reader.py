@@ -13,7 +13,7 @@ import mmap
 import os
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from operator import attrgetter
 from pathlib import Path
 
@@ -247,12 +247,18 @@ class MergedReader:
                 flushes.append((process.ring, int(words[layout.W_FLUSH_REQUESTED])))
         return flushes
 
-    def complete_flushes(self, flushes: list[tuple[int, int]]) -> None:
-        """Marks these flushes as done in the rings of their writers."""
+    def complete_flushes(self, flushes: list[tuple[int, int]], refused: Collection[int] = ()) -> None:
+        """Marks these flushes as done in the rings of their writers.
+
+        `refused`: rings of processes for which a receiver refused something.
+        """
         numbers = dict(flushes)
         for process in self._processes.values():
             if process.ring in numbers:
-                process.reader.header.words[layout.W_FLUSH_DONE] = np.uint64(numbers[process.ring])
+                words, number = process.reader.header.words, np.uint64(numbers[process.ring])
+                if process.ring in refused:
+                    words[layout.W_FLUSH_REFUSED] = number
+                words[layout.W_FLUSH_DONE] = number
 
     def read_counts(self) -> Counter[str]:
         """Returns what all processes counted so far: `errors` (probes that raised), `unrecorded` (requests,

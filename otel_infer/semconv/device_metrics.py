@@ -75,6 +75,8 @@ GPU_ACTIVITY = Metric(
     "later).",
     (*_GPU, GPU_UNIT),
 )
+SELF_PREFIX = "infer.self."
+"""Beginning of the names of metrics that describe otel_infer itself."""
 SELF_HOOKS = Metric(
     "infer.self.hooks",
     UP_DOWN_COUNTER,

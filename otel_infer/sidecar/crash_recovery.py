@@ -59,7 +59,11 @@ class CrashRecovery(threading.Thread):
             log.warning("ring rejected: %s", rejection)
         if not rings.count_writers():
             return
-        pipeline = self._make_pipeline(ServiceResource(sibling, self._shared).resource, rings)
-        pipeline.run_cycle(_clock.now(), final=True)
-        pipeline.close(SEND_TIMEOUT_S)
+        service = ServiceResource(sibling, self._shared)
+        try:
+            pipeline = self._make_pipeline(service.resource, rings)
+            pipeline.run_cycle(_clock.now(), final=True)
+            pipeline.close(SEND_TIMEOUT_S)
+        finally:
+            service.release()
         rings.close(remove=True)

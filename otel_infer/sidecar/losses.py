@@ -17,12 +17,11 @@ def count_losses(
     sampler: TailSampler,
     failed_requests: int,
     sender: BatchSender | None,
-    delta_sender: MetricsSender | None,
+    metrics_sender: MetricsSender | None,
 ) -> dict[str, int]:
     """Returns the losses by reason; every reason is present.
 
-    `writer_counts`: of `MergedReader.read_counts`. `delta_sender`: the sender of delta metrics; cumulative
-    metrics are sent again anyway.
+    `writer_counts`: of `MergedReader.read_counts`.
     """
     lost = {
         **dict.fromkeys(semconv.LOSS_REASONS, 0),
@@ -33,8 +32,8 @@ def count_losses(
         semconv.LOSS_NOT_RECORDED: writer_counts["unrecorded"],
         semconv.LOSS_VALUES_CUT: writer_counts["values_cut"],
     }
-    if delta_sender is not None:
-        lost[semconv.LOSS_METRICS_REFUSED] = delta_sender.failed_exports
+    if metrics_sender is not None:
+        lost[semconv.LOSS_METRICS_REFUSED] = metrics_sender.lost_collections
     if sender is not None:
         lost.update(sender.lost)
     return lost

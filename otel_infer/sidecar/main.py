@@ -32,8 +32,10 @@ from otel_infer.ringbuffer.events import Value
 from otel_infer.ringbuffer.merged_reader import MergedReader
 from otel_infer.sidecar import launcher
 from otel_infer.sidecar.crash_recovery import SEND_TIMEOUT_S, CrashRecovery
+from otel_infer.sidecar.flushes import FlushRequests
 from otel_infer.sidecar.log_file import configure_logging
 from otel_infer.sidecar.malloc import MallocTrimmer, fill_numpy_cache, use_single_arena
+from otel_infer.sidecar.notices import READ_S, RefusalReporter, write_notices
 from otel_infer.sidecar.pipeline import CYCLE_NS, EXPORT_INTERVAL_NS, Pipeline
 from otel_infer.sidecar.probes.cpu_throttling import CpuThrottlingProbe
 from otel_infer.sidecar.probes.thread_stats import EngineThreadProbe
@@ -177,8 +179,8 @@ class Sidecar:
             EngineThreadProbe(),
             MallocTrimmer(),
         )
-        self._pending_flushes: list[tuple[int, int]] = []
-        self._cycles_since_flush_request = 0
+        self._flushes = FlushRequests(self._rings, self._pipeline)
+        self._refusals = RefusalReporter(self._pipeline.delivery.describe_refusals, self._report_lines)
         self._recovery = _make_recovery(self._folder, settings, self._service.resource)
         self._discovered_at = 0
         self._no_writers_since = 0
@@ -204,9 +206,12 @@ class Sidecar:
             self._webhook.close()
         self._pipeline.run_cycle(_clock.now(), final=True)
         self._pipeline.close(FLUSH_S)
+        if self._refusals.report_new() and (self._folder / directory.OWNER_LOCK).exists():
+            time.sleep(READ_S)
         self._flight_recorder.close(RECORDING_TIMEOUT_S)
         if self._recovery is not None:
             self._recovery.join(SEND_TIMEOUT_S)
+        self._service.release()
         self._thread_probe.close()
         self._throttling_probe.close()
         self._rings.close(remove=not self._is_persistent)
@@ -217,11 +222,17 @@ class Sidecar:
         """Ends a sidecar that does not end with its last writer."""
         self._stopped = True
 
+    def _report_lines(self, lines: list[str]) -> None:
+        if self._is_persistent:  # it has a terminal or a log of its own, and no process that started it
+            print(*(f"otel_infer: {line}" for line in lines), sep="\n", file=sys.stderr)
+        else:
+            write_notices(self._folder, lines)
+
     def _cycle_interval_ns(self, now: int) -> int:
         """Returns the time from one wake-up to the next, ns."""
         if now - self._busy_at >= IDLE_AFTER_NS:
             return IDLE_CYCLE_NS
-        return LIGHT_LOAD_CYCLE_NS if now < self._read_due and not self._pending_flushes else CYCLE_NS
+        return LIGHT_LOAD_CYCLE_NS if now < self._read_due and not self._flushes.are_pending else CYCLE_NS
 
     def _on_sigusr2(self, *_: object) -> None:
         self._flight_recorder.signalled = True
@@ -232,6 +243,7 @@ class Sidecar:
             self._start_webhook(now)
             self._malloc_trimmer.tick(now)
             self._service.save()
+            self._refusals.report_new()
             self._pipeline.enforce_budget(now)
         samples = self._throttling_probe.read_events(
             self._rings.list_writers
@@ -257,7 +269,7 @@ class Sidecar:
         # Half a cycle early, so that a wake-up slightly before the due time still reads.
         self._read_due = now + (LIGHT_LOAD_READ_NS - CYCLE_NS // 2 if is_calm else 0)
         self._flight_recorder.process_dump_requests(now)
-        self._complete_flushes(now, flushes)
+        self._flushes.complete(now, flushes)
 
     def _discover_rings(self, now: int) -> None:
         self._discovered_at = now
@@ -267,6 +279,7 @@ class Sidecar:
         for rejection in self._rings.rejected:
             log.warning("ring rejected: %s", rejection)
         self._rings.rejected.clear()
+        self._flushes.add_writers()
 
     def _start_webhook(self, now: int) -> None:
         """Starts the webhook for dump requests, if configured.
@@ -289,23 +302,6 @@ class Sidecar:
         except OSError as error:
             if is_first:
                 log.error("no webhook at %s yet, trying again every 2 s: %s", self._dump_port, error)
-
-    def _complete_flushes(self, now: int, flushes: list[tuple[int, int]]) -> None:
-        """Completes the flushes that writers wait for.
-
-        After two more cycles the events recorded before the request have been read; then they are exported.
-        Only the writers wait: this thread does not, because rings fill meanwhile.
-        """
-        if not self._pending_flushes:
-            self._pending_flushes, self._cycles_since_flush_request = flushes, 0
-            return
-        self._cycles_since_flush_request += 1
-        if self._cycles_since_flush_request == 2:
-            self._pipeline.export_without_grace(now)
-            self._pipeline.flush(0.0)
-        if self._cycles_since_flush_request >= 2 and self._pipeline.is_sent():
-            self._rings.complete_flushes(self._pending_flushes)
-            self._pending_flushes = []
 
     def _is_over(self, now: int) -> bool:
         if self._is_persistent:

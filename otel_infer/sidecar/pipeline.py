@@ -30,6 +30,7 @@ from otel_infer.ringbuffer import events
 from otel_infer.ringbuffer.events import RecordedEvent, Value
 from otel_infer.ringbuffer.merged_reader import MergedReader
 from otel_infer.sidecar import losses, overhead, state_metrics
+from otel_infer.sidecar.delivery import Delivery
 from otel_infer.sidecar.recording import file
 from otel_infer.sidecar.recording.flight_recorder import FlightRecorder
 from otel_infer.sidecar.request_accounting import RequestAccounting
@@ -82,6 +83,7 @@ class Pipeline:
         self.failed = 0
         self._has_failed_cycle = False
         self._metrics_sender = metrics_outlet
+        self.delivery = Delivery(sender, metrics_outlet)
         self._metrics: MetricsAggregator | None = None
         self._metrics_enabled = metrics_outlet is not None or bool(config.scrape_address)
         self._started_wall_ns = started_wall_ns
@@ -290,12 +292,7 @@ class Pipeline:
 
     def is_sent(self, timeout: float = 0.0) -> bool:
         """Returns whether everything queued was tried, now or within `timeout` s."""
-        deadline = _clock.now() + int(timeout * 1e9)
-        if self.sender is not None and not self.sender.flush(timeout):
-            return False
-        return self._metrics_sender is None or self._metrics_sender.wait(
-            max(deadline - _clock.now(), 0) / 1e9
-        )
+        return self.delivery.is_sent(timeout)
 
     def _set_service_name(self, engine: str) -> None:
         """Names the service after the engine, unless it has a name; without an engine it gets none."""
@@ -320,6 +317,8 @@ class Pipeline:
             self._metrics_sender.put(self._snapshot_metrics(), is_delta=self.metrics.is_delta)
 
     def _snapshot_metrics(self) -> Any:
+        for delta in self._metrics_sender.drain_refused_deltas() if self._metrics_sender is not None else ():
+            self.metrics.restore_self_counts(delta)
         state_metrics.set_state_metrics(
             self.metrics, self.assembler, self.rings, self.sampler, self._gpu_poller, self.sender
         )
@@ -331,7 +330,11 @@ class Pipeline:
 
     def count_losses(self) -> dict[str, int]:
         """Returns the losses by reason."""
-        delta_sender = self._metrics_sender if self.metrics.is_delta else None
         return losses.count_losses(
-            self.rings.read_counts(), self.assembler, self.sampler, self.failed, self.sender, delta_sender
+            self.rings.read_counts(),
+            self.assembler,
+            self.sampler,
+            self.failed,
+            self.sender,
+            self._metrics_sender,
         )

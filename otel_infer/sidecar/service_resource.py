@@ -1,7 +1,8 @@
 """Keeps the resource of a server constant, for every sidecar that reads its rings.
 
 A service name that is not configured follows from the engine, which is unknown until it has started. The name
-and the instance id are stored beside the rings, for a sidecar that takes over.
+and the instance id are stored beside the rings, for a sidecar that takes over. A second line of that file is
+the given id that the instance id was made from.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from otel_infer import semconv
 from otel_infer.config.private_files import read_private_text, write_private_text
 from otel_infer.ringbuffer import directory
 from otel_infer.ringbuffer.events import Value
+from otel_infer.sidecar.instance_claim import InstanceClaim
 
 log = logging.getLogger(__name__)
 
@@ -29,15 +31,24 @@ class ServiceResource:
 
     def __init__(self, folder: Path, resource: Mapping[str, Value]) -> None:
         self._folder = folder
-        instance = _read_text(folder / directory.INSTANCE_FILE)
-        if not instance:
-            instance = str(resource.get(semconv.SERVICE_INSTANCE_ID) or uuid.uuid4())
-            _write_text(folder / directory.INSTANCE_FILE, instance)
+        stored = _read_text(folder / directory.INSTANCE_FILE)
+        instance, _, given = stored.partition("\n")
+        given = given or ("" if instance else str(resource.get(semconv.SERVICE_INSTANCE_ID, "")))
+        self._claim = InstanceClaim(given, instance) if given else None
+        instance = self._claim.id if self._claim is not None else instance or str(uuid.uuid4())
+        text = f"{instance}\n{given}" if given else instance
+        if text != stored:
+            _write_text(folder / directory.INSTANCE_FILE, text)
         self.resource = {**resource, semconv.SERVICE_INSTANCE_ID: instance}
         name = _read_text(folder / directory.SERVICE_FILE)
         if name:
             self.resource.setdefault(semconv.SERVICE_NAME, name)
         self._saved_name = name
+
+    def release(self) -> None:
+        """Releases the instance id, because nothing more is sent."""
+        if self._claim is not None:
+            self._claim.release()
 
     def save(self) -> None:
         """Stores the service name once there is one, for the next sidecar or for crash recovery."""

@@ -20,7 +20,7 @@ STANDARD = (
     ("OTEL_TRACES_EXPORTER, OTEL_METRICS_EXPORTER", "`otlp` (default) or `none`"),
     ("OTEL_TRACES_SAMPLER, _ARG", "the head decision for requests without a sampled parent"),
     ("OTEL_PROPAGATORS", "formats of the caller's context. One that is not installed is left out, with one line"),
-    ("OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES", "the resource. Without a name the service is named after its engine, and metrics are sent once the engine is known"),
+    ("OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES", "the resource. Without a name the service is named after its engine, and metrics are sent once the engine is known. Workers with one given `service.instance.id` that are started on their own have `ID`, `ID.2` and so on"),
     ("OTEL_METRIC_EXPORT_INTERVAL", "ms between metric exports; default 10000, because queues change within a minute"),
     ("OTEL_EXPORTER_OTLP_METRICS_TEMPORALITY_PREFERENCE", "`cumulative`, `delta`, `lowmemory`"),
     ("OTEL_EXPORTER_OTLP_METRICS_DEFAULT_HISTOGRAM_AGGREGATION", "`base2_exponential_bucket_histogram` for exponential histograms"),

@@ -358,10 +358,13 @@ class BatchCollector:
 class ClosedMetricsOutlet:
     """A metrics outlet that accepts nothing, so that the test reads the metrics from the pipeline."""
 
-    failed_exports = 0
+    lost_collections, is_refused = 0, False
 
     def can_accept(self, *, behind: bool) -> bool:
         return False
+
+    def drain_refused_deltas(self) -> tuple[()]:
+        return ()
 
     def wait(self, timeout: float) -> bool:
         return True

@@ -21,18 +21,23 @@ class BottleneckAdvice(NamedTuple):
 _REDUCE_GPU_WORK = (
     "a faster GPU, smaller or quantized weights, or another replica: the host is not the bottleneck"
 )
+SYNC_CHECK = 'torch.cuda.set_sync_debug_mode("warn")'
+"""Call in the server with which torch warns at waits for the device, but no silently staged copies."""
 BOTTLENECK_ADVICE = {
     device_steps.GPU_BOUND: BottleneckAdvice("the device is busy", _REDUCE_GPU_WORK),
-    device_steps.LAUNCH_BOUND: BottleneckAdvice(
-        "launching kernels takes as long as running them",
-        "CUDA graphs or torch.compile, larger batches, a faster core for the engine's thread",
+    device_steps.LAUNCH_OR_SYNC: BottleneckAdvice(
+        "launching takes the host as long as the device: kernel by kernel, or with a wait for a result "
+        "(`.item()`, `nonzero()`, a copy from pageable memory)",
+        f"see which: {SYNC_CHECK} warns at each wait. With waits: remove them or move them after the step; the device may "
+        "be full. Without: CUDA graphs or torch.compile, larger batches, a faster core for the engine's thread",
     ),
     device_steps.HOST_STALLED: BottleneckAdvice(
         "the device waits for the host between two steps",
         "check what the engine's thread does between steps (py-spy), or schedule one step ahead",
     ),
     device_steps.BACK_PRESSURED: BottleneckAdvice(
-        "the host waits for space in the device's queue", _REDUCE_GPU_WORK
+        "the host waits while it launches, for space in the device's queue or for a result: the device is behind",
+        _REDUCE_GPU_WORK,
     ),
 }
 

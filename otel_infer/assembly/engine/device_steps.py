@@ -8,14 +8,14 @@ import numpy as np
 
 MIN_QUEUED_NS = 40_000
 """A device that starts its work sooner than this after the launch was idle before it."""
-LAUNCH_BOUND_SHARE = 1 / 1.15
-"""A span is launch-bound if launching took the host at least this share of it."""
+HOST_SHARE = 1 / 1.15
+"""Share of a span from which the time of launching may be what limited it."""
 HOST_STALL_SHARE = 0.1
 """Gaps between steps, as a share of the spans, above which the device waits for the host."""
 
-GPU_BOUND, LAUNCH_BOUND, HOST_STALLED, BACK_PRESSURED = (
+GPU_BOUND, LAUNCH_OR_SYNC, HOST_STALLED, BACK_PRESSURED = (
     "gpu-bound",
-    "launch-bound",
+    "launch-or-sync",
     "host-stalled",
     "back-pressured",
 )
@@ -44,14 +44,16 @@ class DeviceTime(NamedTuple):
     def limit(self) -> str:
         """Returns the bottleneck of these steps; empty where it is unknown.
 
-        The device itself is `gpu-bound`. The host is `launch-bound` while it launches, `host-stalled` between
-        steps, and `back-pressured` where it waited while launching because the device was behind.
+        The device itself is `gpu-bound`. The host is `host-stalled` between steps, and `back-pressured` where
+        it waited while launching because the device was behind. It is `launch-or-sync` where launching took as
+        long as the device: it launches kernel by kernel, or it waits for a result within the span
+        (`.item()`, `nonzero()`, a copy from pageable memory). Both give the same four durations.
         """
         if self.method != BY_EVENT or not self.span or self.launched < 0:
             return ""
         in_time = self.queued < MIN_QUEUED_NS * self.steps
-        if self.launched >= LAUNCH_BOUND_SHARE * self.span:
-            return LAUNCH_BOUND if in_time else BACK_PRESSURED
+        if self.launched >= HOST_SHARE * self.span:
+            return LAUNCH_OR_SYNC if in_time else BACK_PRESSURED
         if in_time and self.gaps < 0:
             return ""
         return HOST_STALLED if in_time and self.gaps > HOST_STALL_SHARE * self.span else GPU_BOUND

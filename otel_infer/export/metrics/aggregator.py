@@ -207,6 +207,15 @@ class MetricsAggregator:
         """
         replace_values(self._number_series, metrics, set_values)
 
+    def restore_self_counts(self, refused: export.MetricsData) -> None:
+        """Adds the counts of otel_infer itself in a delta that was refused to the next one.
+
+        Otherwise the refusals, and other losses, would be counted in what is refused.
+        """
+        for metric in refused.resource_metrics[0].scope_metrics[0].metrics:
+            if metric.name.startswith(semconv.SELF_PREFIX) and isinstance(metric.data, export.Sum):
+                self._number_series[metric.name].restore_delta(metric.data)
+
     def collect(self, now_unix_ns: int) -> export.MetricsData:
         """Returns all data points; for delta, those since the last collection."""
         self._inter_token_latency.record_pending()

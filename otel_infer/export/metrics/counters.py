@@ -95,6 +95,14 @@ class NumberSeries:
         monotonic = self._metric.instrument == semconv.COUNTER
         return export.Sum(data_points=points, aggregation_temporality=temporality, is_monotonic=monotonic)
 
+    def restore_delta(self, data: export.Sum) -> None:
+        """Adds the values of a delta that was refused to the next one."""
+        if data.aggregation_temporality is DELTA:
+            for point in data.data_points:
+                attributes: Any = point.attributes or {}
+                key = self.make_key(attributes)
+                self._reported[key] = self._reported.get(key, 0) - point.value
+
     def _preexisting_values(self) -> dict[Key, float]:
         """Returns the values that were counted before this process started, for the first delta."""
         preexisting = set(semconv.PREEXISTING_COUNTERS[self._metric])

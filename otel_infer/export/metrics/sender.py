@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
+from collections.abc import Iterator
 from importlib import import_module
 from typing import Any
 
@@ -29,12 +30,21 @@ class MetricsSender(threading.Thread):
         self._condition = threading.Condition()
         self._pending: deque[Any] = deque()
         self._busy = self._closing = self._has_refused = False
+        self._is_delta = False
+        self._refused: deque[Any] = deque(maxlen=MAX_PENDING)
         self.failed_exports = 0
+        self.is_refused = False
+        """Whether the last collection was not accepted."""
 
     @property
     def is_idle(self) -> bool:
         """Whether every accepted collection has been sent."""
         return not self._pending and not self._busy
+
+    @property
+    def lost_collections(self) -> int:
+        """Refused deltas; a cumulative collection loses nothing, because the next one contains its values."""
+        return self.failed_exports if self._is_delta else 0
 
     def can_accept(self, *, behind: bool) -> bool:
         """Returns whether a collection can be put now.
@@ -48,6 +58,7 @@ class MetricsSender(threading.Thread):
     def put(self, data: Any, *, is_delta: bool) -> None:
         """Queues a collection. It replaces waiting collections, unless they are deltas."""
         with self._condition:
+            self._is_delta = is_delta
             if not is_delta:
                 self._pending.clear()
             self._pending.append(data)
@@ -61,15 +72,26 @@ class MetricsSender(threading.Thread):
                 if not self._pending:
                     return
                 data, self._busy = self._pending.popleft(), True
-            try:
-                result = self._exporter.export(data)
-                self.failed_exports += getattr(result, "name", "SUCCESS") != "SUCCESS"
-            except Exception:  # an exporter's bug must not end the thread
-                self.failed_exports += 1
-                log.warning("metrics were not exported", exc_info=True)
+            self._export_collection(data)
             with self._condition:
                 self._busy = False
                 self._condition.notify_all()
+
+    def _export_collection(self, data: Any) -> None:
+        try:
+            result = self._exporter.export(data)
+            self.is_refused = getattr(result, "name", "SUCCESS") != "SUCCESS"
+        except Exception:  # an exporter's bug must not end the thread
+            self.is_refused = True
+            log.warning("metrics were not exported", exc_info=True)
+        if self.is_refused:
+            self.failed_exports += 1
+            self._refused.append(data)
+
+    def drain_refused_deltas(self) -> Iterator[Any]:
+        """Yields the deltas that were refused since the last call."""
+        while self._is_delta and self._refused:
+            yield self._refused.popleft()
 
     def wait(self, timeout: float) -> bool:
         """Waits until every accepted collection was tried.

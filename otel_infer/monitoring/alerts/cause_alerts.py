@@ -207,7 +207,8 @@ CAUSE_ALERTS: Sequence[CauseAlert] = (
         "the GPU of {{ $labels.job }} {{ $labels.instance }} is idle between steps for {{ $value | humanizePercentage }} of the time",
         "Requests wait while the device is idle between steps, so the host is the bottleneck.",
         semconv.COMPLAINTS[semconv.SYMPTOM_STUTTER],
-        "Use CUDA graphs and asynchronous scheduling, and move work off the engine's thread. A faster GPU comes last.",
+        "See what the engine's thread does between steps (py-spy), move it off that thread, and schedule one step ahead. "
+        "CUDA graphs shorten steps, not the time between them. A faster GPU comes last.",
         "gpu",
     ),
     CauseAlert(

@@ -123,7 +123,8 @@ def _utilization_row() -> DashboardRow:
                 "Time in engine steps",
                 PanelDescription(
                     f"Share of time in which the device executed engine steps, by events on its stream: {GPU_TIMING_STATUS}.",
-                    "far below 100 % while requests wait, the host is the bottleneck (launch-bound or stalled).",
+                    "far below 100 % while requests wait, the device is idle between steps and the host is the bottleneck. "
+                    "Time within a step counts as executed, also where the host launches slowly or waits for a result.",
                 ),
                 [PanelQuery(busy, WORKER_LEGEND)],
                 unit="percentunit",
@@ -145,7 +146,8 @@ def _utilization_row() -> DashboardRow:
                 "Queue delay of launched steps, p99",
                 PanelDescription(
                     "Time from the launch of a step until the device begins it.",
-                    "a long delay is good: the device always has work. A short delay with long idle times is launch-bound.",
+                    "a long delay is good: the device always has work. A short delay with long idle times: the host is late between steps. "
+                    "A short delay alone is a host that launches slowly or waits for a result within a step.",
                 ),
                 [PanelQuery(queue, WORKER_LEGEND)],
                 unit="s",

@@ -179,13 +179,13 @@ def test_gpu_time_is_shown_with_its_error_bound() -> None:
             stage.attributes.update(
                 {
                     "infer.device.method": "event", "infer.device.steps": 2, "infer.device.steps.all": 4,
-                    "infer.device.duration": 0.01, "infer.device.clock_error": 0.000012, "infer.device.bottleneck": "launch-bound",
+                    "infer.device.duration": 0.01, "infer.device.clock_error": 0.000012, "infer.device.bottleneck": "launch-or-sync",
                 }
             )  # fmt: skip
     lines = rendered(terminal.make_stages_table(records)).splitlines()
     assert "GPU p50" in lines[1] and "GPU p99" in lines[1]
     rows = {line.split()[0]: line.split() for line in lines[2:]}
-    assert rows["decode"][-5:] == ["20", "ms", "20", "ms", "launch-bound"]
+    assert rows["decode"][-5:] == ["20", "ms", "20", "ms", "launch-or-sync"]
     assert rows["queue"][-2:] == ["8.1", "%"], "a stage without GPU time has empty cells"
     sentence = terminal.format_device_line(records)
     assert "4 steps" in sentence and "±12 µs" in sentence

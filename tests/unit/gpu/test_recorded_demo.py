@@ -41,7 +41,7 @@ def test_device_time_of_decode_is_within_host_time(path: Path) -> None:
             <= length + float(attributes[semconv.DEVICE_CLOCK_ERROR])
         )
         assert 0 < float(attributes[semconv.DEVICE_CLOCK_ERROR]) < 100e-6
-        assert attributes[semconv.DEVICE_BOTTLENECK] == "launch-bound"  # a tiny model on a large GPU
+        assert attributes[semconv.DEVICE_BOTTLENECK] == "launch-or-sync"  # a tiny model on a large GPU
 
 
 @each

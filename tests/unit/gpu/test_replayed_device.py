@@ -31,7 +31,7 @@ def replay_recording(path: Path) -> tuple[list[DeviceInterval], ReplayedDevice, 
             device.stamps(anchor)
             assert clocks.add_anchor()
         device.begin(row)
-        timeline.sampler.should_sample()
+        timeline.sampler.should_sample(device.now())
         span = timeline.begin_span()
         assert span is not None
         device.time = row["launched_at"]

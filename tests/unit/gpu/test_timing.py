@@ -281,3 +281,31 @@ print(timing.is_on)
         text=True,
     )
     assert done.stdout.split()[-1] == str(is_on)
+
+
+def test_each_of_six_threads_gets_device_times(timing: DeviceTiming, device: OnHostClock) -> None:
+    """Their steps take 4 ms. The timing thread divides the allowed cost among them."""
+    works = [Work() for _ in range(6)]
+    started = threading.Barrier(6)
+    shares: list[int] = []
+
+    def run(work: Work) -> None:
+        start_device_timing(timing)
+        started.wait(10)
+        for _ in range(100):
+            begun = timing.begin()
+            device.launch(4 * MS)
+            timing.end(begun, work)
+            time.sleep(0.004)
+        slot = timing._thread.slot
+        assert slot is not None
+        assert slot.timeline is not None
+        shares.append(slot.timeline.sampler._threads)
+
+    threads = [threading.Thread(target=run, args=(work,)) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert wait_until(lambda: all(len(work.device) >= 5 for work in works))
+    assert max(shares) == 6

@@ -1,9 +1,10 @@
-"""The in-process reader: its thread and a flush exclude each other by a lock."""
+"""The in-process reader: its thread runs the pipeline, and nobody waits for it without a limit."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,24 +12,7 @@ import pytest
 
 from otel_infer.config.environment import Config
 from otel_infer.ringbuffer.arena import MemoryArena
-from otel_infer.sidecar.in_process import InProcessReader
-
-
-def test_a_flush_holds_the_lock_except_while_sending() -> None:
-    reader = InProcessReader(Config(), MemoryArena(), None, {})
-    locked_in: dict[str, bool] = {}
-
-    class LockObserver:
-        def __getattr__(self, name: str) -> Any:
-            def called(*args: Any) -> bool:
-                locked_in[name] = reader._cycle_lock.locked()
-                return True
-
-            return called
-
-    reader._built_pipeline = LockObserver()  # type: ignore[assignment]
-    assert reader.flush(1.0)
-    assert locked_in == {"run_cycle": True, "export_without_grace": True, "flush": True, "is_sent": False}
+from otel_infer.sidecar.in_process import CLOSE_S, FLUSH_S, InProcessReader
 
 
 def test_a_failure_at_interpreter_shutdown_is_logged_once(
@@ -42,10 +26,22 @@ def test_a_failure_at_interpreter_shutdown_is_logged_once(
     reader._build_pipeline = fail  # type: ignore[method-assign]
     reader.run()
     reader.close()
-    other = InProcessReader(Config(), MemoryArena(), None, {})
-    other._build_pipeline = fail  # type: ignore[method-assign]
-    other.close()
-    assert caplog.text.count("export stopped") == 2
+    assert not reader.flush(5.0)
+    assert caplog.text.count("export stopped") == 1
+
+
+def test_flush_and_exit_are_bounded_behind_a_slow_exporter(tmp_path: Path) -> None:
+    """The provider's processor sends each span in 1 s before it returns; there are 60 of them."""
+    began = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", _SLOW_PROGRAM], capture_output=True, text=True, timeout=60, check=True
+    )
+    flushed, flush_s, exit_began = done.stdout.split()
+    assert flushed == "False"
+    assert float(flush_s) < 2.0
+    assert time.monotonic() - float(exit_began) < FLUSH_S + CLOSE_S + 3.0, done.stderr
+    assert time.monotonic() - began > 3.0
+    assert "the last requests were not exported" in done.stderr
 
 
 def test_requests_of_a_multiprocessing_fork_are_exported(tmp_path: Path) -> None:
@@ -85,4 +81,26 @@ work("parent")
 child = multiprocessing.get_context("fork").Process(target=work, args=("child",))
 child.start()
 child.join()
+"""
+
+_SLOW_PROGRAM = """
+import time
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExporter, SpanExportResult
+
+class Slow(SpanExporter):
+    def export(self, spans):
+        time.sleep(1)
+        return SpanExportResult.SUCCESS
+
+provider = TracerProvider()
+provider.add_span_processor(SimpleSpanProcessor(Slow()))
+import otel_infer
+otel_infer.instrument(tracer_provider=provider)
+for _ in range(60):
+    with otel_infer.request("job"):
+        pass
+began = time.monotonic()
+flushed = otel_infer.flush(1)
+print(flushed, time.monotonic() - began, time.monotonic(), flush=True)
 """

@@ -150,13 +150,69 @@ def test_metrics_are_counted_only_with_a_metrics_sender(metrics_sender: Any) -> 
 
 
 @pytest.mark.parametrize(("temporality", "lost"), [("delta", 2), ("cumulative", 0)])
-def test_failed_delta_exports_count_as_losses(temporality: str, lost: int) -> None:
-    class FailingSender:
-        failed_exports = 2
+def test_failed_delta_exports_count_as_losses(
+    monkeypatch: pytest.MonkeyPatch, temporality: str, lost: int
+) -> None:
+    class FailingExporter:
+        def export(self, data: Any) -> None:
+            raise OSError("refused")
 
-    sender: Any = FailingSender()
+    monkeypatch.setattr(
+        metrics_sender_module, "make_metric_exporter", lambda protocol, compression: FailingExporter()
+    )
+    sender = metrics_sender_module.MetricsSender("grpc")
     pipeline = Pipeline(Config(temporality=temporality), MergedReader(), [], None, {}, sender, 0)
+    for _ in range(2):
+        sender.put(None, is_delta=temporality == "delta")
+        sender._export_collection(None)
     assert pipeline.count_losses().get("metrics_refused") == lost
+    assert not pipeline.delivery.is_accepted(lost)
+
+
+class RefusingCollector:
+    """The SDK's metric exporter with a collector that answers with these results."""
+
+    def __init__(self, *accepts: bool) -> None:
+        self._accepts = list(accepts)
+        self.accepted: list[Any] = []
+
+    def export(self, data: Any) -> None:
+        if not self._accepts.pop(0):
+            raise OSError("refused")
+        self.accepted.append(data)
+
+    def shutdown(self) -> None:
+        """Does nothing."""
+
+    def read_lost(self) -> dict[str, float]:
+        """Returns the losses by reason, summed over the accepted collections."""
+        lost: Counter[str] = Counter()
+        for data in self.accepted:
+            for metric in data.resource_metrics[0].scope_metrics[0].metrics:
+                if metric.name == "infer.self.lost":
+                    for point in metric.data.data_points:
+                        lost[point.attributes["infer.loss.reason"]] += point.value
+        return lost
+
+
+def test_refusals_of_deltas_are_in_the_next_accepted_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the count of what was refused would be refused too, and so would the other losses."""
+    collector = RefusingCollector(True, False, False, False, True, True)
+    monkeypatch.setattr(
+        metrics_sender_module, "make_metric_exporter", lambda protocol, compression: collector
+    )
+    sender = metrics_sender_module.MetricsSender("grpc")
+    sender.start()
+    rings = MergedReader()
+    rings.has_seen_rings = True
+    settings = Config(gpu_metrics=False, temporality="delta")
+    pipeline = Pipeline(settings, rings, [], None, {"service.name": "chat"}, sender, 0)
+    for number in range(6):
+        pipeline.failed += number == 2
+        assert pipeline.flush(10)
+    lost = collector.read_lost()
+    assert (lost["metrics_refused"], lost["requests_not_converted"]) == (3, 1)
+    pipeline.close(0.0)
 
 
 class ServiceNameCollector(ClosedMetricsOutlet):

@@ -8,6 +8,8 @@ import pytest
 
 from otel_infer import semconv
 from otel_infer.ringbuffer import directory
+from otel_infer.sidecar import instance_claim
+from otel_infer.sidecar.instance_claim import InstanceClaim
 from otel_infer.sidecar.service_resource import ServiceResource
 
 
@@ -48,3 +50,50 @@ def test_a_missing_folder_only_prevents_storage(tmp_path: Path) -> None:
     service.resource[semconv.SERVICE_NAME] = "vllm"
     service.save()
     assert service.resource[semconv.SERVICE_INSTANCE_ID]
+
+
+def test_each_writer_of_a_given_id_has_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two workers that are started on their own get one id from their environment."""
+    monkeypatch.setattr(directory, "BASE", tmp_path)
+    given = {semconv.SERVICE_INSTANCE_ID: "pod-1"}
+    folders = [tmp_path / name for name in ("a", "b", "c")]
+    for folder in folders:
+        folder.mkdir(mode=0o700)
+    first, second = (ServiceResource(folder, given) for folder in folders[:2])
+    assert [read_id(service) for service in (first, second)] == ["pod-1", "pod-1.2"]
+    second.release()  # its sidecar was killed, and another one takes over
+    assert read_id(ServiceResource(folders[1], given)) == "pod-1.2"
+    first.release()
+    assert read_id(ServiceResource(folders[2], given)) == "pod-1"
+
+
+def test_a_recovered_server_does_not_share_the_id_of_a_living_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The restarted server has the given id again, while the rings of the dead one are exported."""
+    monkeypatch.setattr(directory, "BASE", tmp_path)
+    dead, living = tmp_path / "dead", tmp_path / "living"
+    for folder in (dead, living):
+        folder.mkdir(mode=0o700)
+    ServiceResource(dead, {semconv.SERVICE_INSTANCE_ID: "pod-1"}).release()
+    restarted = ServiceResource(living, {semconv.SERVICE_INSTANCE_ID: "pod-1"})
+    recovered = ServiceResource(dead, {})
+    assert [read_id(service) for service in (restarted, recovered)] == ["pod-1", "pod-1.2"]
+
+
+def test_a_generated_id_is_not_claimed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(directory, "BASE", tmp_path / "none")
+    service = ServiceResource(tmp_path, {})
+    assert read_id(service) == read_id(ServiceResource(tmp_path, {}))
+    assert {path.name for path in tmp_path.iterdir()} == {directory.INSTANCE_FILE}
+
+
+def test_an_id_that_cannot_be_locked_is_unique(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(instance_claim, "_find_lock_folder", lambda: None)
+    first, second = (InstanceClaim("pod-1").id for _ in range(2))
+    assert first != second
+    assert first.startswith("pod-1.")
+
+
+def read_id(service: ServiceResource) -> str:
+    return str(service.resource[semconv.SERVICE_INSTANCE_ID])

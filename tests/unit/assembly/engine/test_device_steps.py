@@ -10,14 +10,22 @@ import pytest
 
 import otel_infer
 from otel_infer import _clock
-from otel_infer.assembly.engine.device_steps import DeviceSteps, DeviceTime
+from otel_infer.assembly.engine.device_steps import (
+    BY_EVENT,
+    GPU_BOUND,
+    LAUNCH_OR_SYNC,
+    DeviceSteps,
+    DeviceTime,
+)
 from otel_infer.assembly.engine.step_log import EngineStepLog
 from otel_infer.assembly.engine.workers import WorkerState
 from otel_infer.assembly.records.request import RequestRecord, Stage
+from otel_infer.gpu.clock_sync import ClockMap
 from otel_infer.gpu.timed_work import StageWork, StepWork
-from otel_infer.gpu.timeline import DeviceInterval
+from otel_infer.gpu.timeline import DeviceInterval, Timeline
 from otel_infer.ringbuffer import events
 from otel_infer.tracing import start
+from tests.support.fake_device import FakeDevice, FakeStream
 from tests.support.rings import Recording
 from tests.support.story import Story, ns
 
@@ -54,7 +62,7 @@ def with_gaps(recording: Recording, gap: int) -> tuple[RequestRecord, Stage, Sta
     [
         (20 * MS, MS, 15 * MS, 0, "gpu-bound"),
         (20 * MS, MS, 10_000, 200_000, "gpu-bound"),
-        (20 * MS, 19 * MS, 10_000, 0, "launch-bound"),
+        (20 * MS, 19 * MS, 10_000, 0, "launch-or-sync"),
         (20 * MS, MS, 10_000, 8 * MS, "host-stalled"),
         (20 * MS, 20 * MS, 300 * MS, 0, "back-pressured"),
     ],
@@ -65,6 +73,35 @@ def test_bottleneck_follows_from_four_durations(
     device_time = filled(span, launched, queued, gap).sum_step_times(STEPS)[0]
     assert device_time == DeviceTime("event", 10, 10 * span, 10 * launched, 10 * queued, 10 * gap, 9000)
     assert device_time.limit == limit
+
+
+def test_a_wait_within_a_step_looks_like_slow_launching() -> None:
+    """Kernel by kernel, and one long kernel with `.item()` after it: neither is called launch-bound alone."""
+
+    def run_step(kernels: int, length_ns: int, host_ns: int, waits: bool) -> DeviceTime:
+        device, intervals = FakeDevice(), list[DeviceInterval]()
+        clocks = ClockMap(device, device.now)
+        timeline = Timeline(device, clocks, now=device.now)
+        timeline.warm_up(FakeStream())
+        clocks.add_anchor()
+        span = timeline.begin_span()
+        assert span is not None
+        for _ in range(kernels):
+            device.launch(length_ns)
+            device.pass_time(host_ns)
+        if waits:
+            device.wait_for(device.main)  # `.item()`
+            device.launch(MS)
+        timeline.end_span(span, intervals.append)
+        device.wait_for(device.main)
+        timeline.collect_spans()
+        (timed,) = intervals
+        span_ns = timed.ended_at - timed.started_at
+        return DeviceTime(BY_EVENT, 1, span_ns, timed.launched_ns, timed.queued_ns, 0, timed.bound_ns)
+
+    assert run_step(200, 20_000, 100_000, waits=False).limit == LAUNCH_OR_SYNC
+    assert run_step(1, 20 * MS, 0, waits=True).limit == LAUNCH_OR_SYNC
+    assert run_step(1, 20 * MS, 0, waits=False).limit == GPU_BOUND
 
 
 def test_known_gaps_are_extrapolated_to_other_steps() -> None:
