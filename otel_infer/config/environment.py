@@ -299,4 +299,15 @@ def sidecar_environment() -> dict[str, str]:
     }
 
 
+def read_destination(settings: Config) -> dict[str, dict[str, str]]:
+    """Returns, by exported signal, the variables that determine where the sidecar sends it. They hold secrets."""
+    environ = sidecar_environment()
+    exported = {"TRACES": settings.exports_spans, "METRICS": settings.exports_metrics}
+    return {
+        signal: standard_variables.read_destination(environ, signal)
+        for signal, is_exported in exported.items()
+        if is_exported
+    }
+
+
 assert set(SETTINGS) <= {field.name for field in fields(Config)}

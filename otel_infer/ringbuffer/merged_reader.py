@@ -76,7 +76,7 @@ class MergedReader:
         self._checked_at = 0
         self._known_rings: set[str] = set()
         self.rejected: list[str] = []
-        self._counts_before: Counter[str] = Counter()
+        self._counts_before: Counter[str] = Counter(discarded=0)
         self.has_seen_rings = False
         self.horizon = 0
         """Events up to this instant were returned (monotonic ns)."""
@@ -262,9 +262,14 @@ class MergedReader:
             if process.ring in numbers:
                 process.reader.header.words[layout.W_FLUSH_DONE] = np.uint64(numbers[process.ring])
 
+    def count_discarded(self, requests: int) -> None:
+        """Counts requests of dead servers that are not exported; for any thread."""
+        self._counts_before["discarded"] += requests
+
     def read_counts(self) -> Counter[str]:
         """Returns what all processes counted so far: `errors` (probes that raised), `unrecorded` (requests,
-        engines and batches that found no room), `values_cut` (events whose values were cut).
+        engines and batches that found no room), `values_cut` (events whose values were cut). `discarded`:
+        requests of dead servers with another destination.
         """
         counts = Counter(self._counts_before)
         for process in self._processes.values():

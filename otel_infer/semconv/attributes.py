@@ -219,6 +219,7 @@ LOSS_EVENTS_TORN = "events_torn"
 LOSS_NOT_RECORDED = "not_recorded"
 LOSS_NOT_CONVERTED = "requests_not_converted"
 LOSS_VALUES_CUT = "values_cut"
+LOSS_OTHER_DESTINATION = "other_destination"
 LOSS_REASONS = (
     LOSS_REFUSED,
     LOSS_QUEUE_FULL,
@@ -230,6 +231,7 @@ LOSS_REASONS = (
     LOSS_NOT_RECORDED,
     LOSS_NOT_CONVERTED,
     LOSS_VALUES_CUT,
+    LOSS_OTHER_DESTINATION,
 )
 """Every reason has a series from the start, so that `rate()` and `increase()` see its first loss."""
 """Step spans that did not fit the budget; no request is lost."""

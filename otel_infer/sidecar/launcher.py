@@ -15,6 +15,8 @@ from otel_infer.config.environment import Config
 from otel_infer.config.private_files import read_private_text, write_private_text
 from otel_infer.config.settings import STDERR
 from otel_infer.ringbuffer import directory
+from otel_infer.sidecar.destination import Destination, has_destination
+from otel_infer.sidecar.service_resource import ServiceResource
 
 PROCESS_NAME = "otel_infer-sidecar"
 _BOOT = (
@@ -75,6 +77,9 @@ def start_sidecar(folder: Path, settings: Config, resource: dict[str, Any]) -> s
     It is isolated (`-I`), in its own session, without the server's descriptors. Its configuration goes
     through its standard input, never through argv.
     """
+    if not has_destination(folder):
+        Destination(settings, resource).record(folder)
+        ServiceResource(folder, resource).save()
     boot = {
         "folder": str(folder),
         "config": environment.to_json_dict(settings),
