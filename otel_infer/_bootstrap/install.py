@@ -71,7 +71,8 @@ class _Installation:
             return self._install_hooks(provider, names)
         except Exception as reason:  # for example a bad standard variable; the server runs uninstrumented
             self.uninstrument()
-            _print_stderr(f"otel_infer: not instrumented: {type(reason).__name__}: {reason}")
+            message = environment.mask_configured_secrets(f"{type(reason).__name__}: {reason}")
+            _print_stderr(f"otel_infer: not instrumented: {message}")
             return False
 
     def _install_hooks(self, provider: TracerProvider | None, names: Sequence[str]) -> bool:

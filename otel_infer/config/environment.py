@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from otel_infer.config import standard_variables, tenancy
+from otel_infer.config.redaction import describe_value, list_secrets, mask_secrets
 from otel_infer.config.settings import SETTINGS, InvalidSetting
 
 _DISABLED_NAMES = ("otel_infer", "*")
@@ -144,7 +145,9 @@ def from_env(environ: Mapping[str, str] | None = None) -> Config:
     """
     environ = os.environ if environ is None else environ
     for variable, expected in standard_variables.find_errors(environ):
-        raise InvalidSetting(f"{variable}={environ[variable].strip()!r}: expected {expected}")
+        raise InvalidSetting(
+            f"{variable}={describe_value(variable, environ[variable].strip())}: expected {expected}"
+        )
     values = standard_variables.read_values(environ)
     for name, setting in SETTINGS.items():
         if environ.get(setting.variable, "").strip():
@@ -178,7 +181,7 @@ def _parse_variable(variable: str, parse: Callable[[str], Any], environ: Mapping
     try:
         return parse(text) if text else None
     except ValueError as expected:
-        raise InvalidSetting(f"{variable}={text!r}: expected {expected}") from None
+        raise InvalidSetting(f"{variable}={describe_value(variable, text)}: expected {expected}") from None
 
 
 def from_env_or_defaults(environ: Mapping[str, str] | None = None) -> tuple[Config, list[str]]:
@@ -198,7 +201,8 @@ def from_env_or_defaults(environ: Mapping[str, str] | None = None) -> tuple[Conf
         if variable.endswith("_ENDPOINT"):  # the default endpoint is not what was meant
             instead = "nothing is sent there"
             remaining.update(standard_variables.without_signals_of(variable))
-        messages.append(f"{variable}={remaining.pop(variable).strip()!r}: expected {expected}; {instead}")
+        value = describe_value(variable, remaining.pop(variable).strip())
+        messages.append(f"{variable}={value}: expected {expected}; {instead}")
     messages += standard_variables.find_warnings(remaining)
     try:
         return from_env(remaining), messages
@@ -247,6 +251,11 @@ def grafana_token() -> str:
     It is not a setting, because settings are passed to other processes.
     """
     return os.environ.get("GRAFANA_TOKEN", "")
+
+
+def mask_configured_secrets(text: str) -> str:
+    """Returns a text for a log or a terminal, without the credentials that this environment configures."""
+    return mask_secrets(text, list_secrets(os.environ))
 
 
 def is_sidecar() -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from otel_infer.config.redaction import redact_url
 from otel_infer.config.settings import (
     parse_choice,
     parse_count,
@@ -66,7 +67,7 @@ def find_errors(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
         endpoint = _get(environ, variable)
         protocol = _protocol_of(environ, signal)
         if endpoint and protocol != _GRPC and not endpoint.lower().startswith(("http://", "https://")):
-            host = endpoint.rpartition("://")[2]
+            host = redact_url(f"http://{endpoint.rpartition('://')[2]}").removeprefix("http://")
             yield variable, f"http://{host} or https://{host}, or OTEL_EXPORTER_OTLP_{signal}PROTOCOL=grpc"
 
 

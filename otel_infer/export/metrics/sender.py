@@ -64,9 +64,9 @@ class MetricsSender(threading.Thread):
             try:
                 result = self._exporter.export(data)
                 self.failed_exports += getattr(result, "name", "SUCCESS") != "SUCCESS"
-            except Exception:  # an exporter's bug must not end the thread
+            except Exception as error:  # an exporter's bug must not end the thread
                 self.failed_exports += 1
-                log.warning("metrics were not exported", exc_info=True)
+                log.warning("metrics were not exported: %s", type(error).__name__)
             with self._condition:
                 self._busy = False
                 self._condition.notify_all()
