@@ -238,6 +238,8 @@ class _Installation:
 
     def _ensure_sidecar(self, folder: Path) -> None:
         if self.sidecar is not None and self.sidecar.poll() is None:
+            if recorder.are_rings_unreachable():  # another user renamed their folder before they were read
+                recorder.discard_rings()
             return
         if directory.is_held(folder / directory.SIDECAR_LOCK) or directory.is_held(
             folder / directory.OWNER_LOCK
