@@ -76,7 +76,8 @@ class _Installation:
             return self._install_hooks(provider, names)
         except Exception as reason:  # for example a bad standard variable; the server runs uninstrumented
             self.uninstrument()
-            _print_stderr(f"otel_infer: not instrumented: {type(reason).__name__}: {reason}")
+            message = environment.mask_configured_secrets(f"{type(reason).__name__}: {reason}")
+            _print_stderr(f"otel_infer: not instrumented: {message}")
             return False
 
     def _install_hooks(self, provider: TracerProvider | None, names: Sequence[str]) -> bool:
@@ -256,6 +257,8 @@ class _Installation:
     def _ensure_sidecar(self, folder: Path) -> None:
         if self.sidecar is not None and self.sidecar.poll() is None:
             self._notices.print_new(folder)
+            if recorder.are_rings_unreachable():  # another user renamed their folder before they were read
+                recorder.discard_rings()
             return
         if directory.is_held(folder / directory.SIDECAR_LOCK) or directory.is_held(
             folder / directory.OWNER_LOCK

@@ -18,6 +18,7 @@ from otel_infer.ringbuffer import events
 from otel_infer.ringbuffer.recorder import recorder
 from otel_infer.tracing import context
 from otel_infer.tracing.pending_spans import PendingProviderSpans, end_spans
+from otel_infer.tracing.propagator_warnings import call_propagators
 from otel_infer.tracing.span_ids import LazySpanIds, Limits, SpanFactory, SpanIds
 
 REQUEST_KEY = otel_context.create_key("otel_infer-request")
@@ -307,7 +308,8 @@ pending_provider_spans = PendingProviderSpans()
 def to_headers(request: RequestSpan) -> dict[str, str]:
     """Returns the headers by OTEL_PROPAGATORS that make spans of another process children of the request."""
     carrier: dict[str, str] = {}
-    propagate.inject(carrier, trace.set_span_in_context(NonRecordingSpan(request.get_span_context())))
+    around = trace.set_span_in_context(NonRecordingSpan(request.get_span_context()))
+    call_propagators(propagate.inject, carrier, around)
     return carrier
 
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, get_type_hints
 
+from otel_infer.config.redaction import replace_controls
 from otel_infer.ringbuffer import events
-from otel_infer.ringbuffer.events.plain_values import replace_controls, to_plain
+from otel_infer.ringbuffer.events.plain_values import to_plain
 
 MAX_MEMBERS = 1 << 20
 """Sequences of a step, and items of a list."""
