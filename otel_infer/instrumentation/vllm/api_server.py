@@ -64,7 +64,8 @@ def _make_render_probe(operation: str) -> Callable[[Call], Generator[None, Any, 
             yield
             return
         request.operation, request.tokenizing = operation, True
-        _name_request(request, operation, model_name(call.instance.model_config))
+        if not request.is_named:
+            request.expect_operation(operation, ENGINE, model_name(call.instance.model_config))
         try:
             yield
         finally:

@@ -175,6 +175,69 @@ def test_engine_request_without_operation_is_named_inference() -> None:
     """)
 
 
+def test_a_tokenized_request_without_engine_is_no_inference() -> None:
+    """`POST /tokenize`, or a model that was loaded: no stage of them is work of a model."""
+    for stages in (["tokenize"], ["fetch media", "prepare media", "tokenize"], ["weights"]):
+        story = Story()
+        a = story.arrives(0, operation="")
+        for number, name in enumerate(stages, 1):
+            story.stage(name, number, number + 1, a)
+        story.add_request_event(a, events.ResponseStarted(ns(9)))
+        story.ends(10, a, chunks=1)
+        assert story.record().operation == ""
+        assert story.tree().splitlines()[0] == "POST /health 0–10"
+
+
+def test_stages_of_a_refused_request_are_below_the_server_span() -> None:
+    story = Story()
+    a = story.arrives(0)
+    story.stage("tokenize", 2, 8, a)
+    story.add_request_event(a, events.ResponseStarted(ns(9)))
+    story.ends(10, a, status=400)
+    assert story.tree() == text("""
+        POST /v1/chat/completions 0–10
+          ingress 0–2
+          tokenize 2–8
+          postprocess 9–10
+    """)
+
+
+@pytest.mark.parametrize("operation", ["", "chat"])
+@pytest.mark.parametrize("stage", ["tokenize", "check input"])
+def test_a_refused_request_is_no_inference(operation: str, stage: str) -> None:
+    """Its prompt is too long, for example; what the application had named it does not count."""
+    story = Story()
+    a = story.arrives(0, operation=operation)
+    story.stage(stage, 2, 8, a)
+    story.ends(10, a, status=400)
+    assert story.record().operation == ""
+
+
+@pytest.mark.parametrize(("outcome", "status"), [(events.ERROR, 500), (events.ABORTED, 0)])
+def test_a_request_that_failed_while_tokenized_is_an_inference(outcome: int, status: int) -> None:
+    story = Story()
+    a = story.arrives(0, operation="")
+    story.stage("tokenize", 2, 10, a)
+    story.ends(10, a, outcome, "RuntimeError", status=status)
+    assert (story.record().operation, story.record().failed_stage) == ("inference", "tokenize")
+
+
+def test_a_refusal_by_the_engine_is_an_inference() -> None:
+    story = Story()
+    a = streamed(story)
+    story.ends(10, a, status=429)
+    assert story.record().operation == "chat"
+
+
+def test_a_refused_request_with_lost_events_keeps_its_operation() -> None:
+    """Events that show that an engine had it may be missing."""
+    story = Story()
+    a = story.arrives(0)
+    story.add_event(PROCESS, 0, events.EventsLost(ns(5), 3, 0))
+    story.ends(10, a, status=400)
+    assert story.record().operation == "chat"
+
+
 def test_non_generative_request_has_stages_without_tokens() -> None:
     story = Story()
     a = story.arrives(0, http=False, operation="embeddings", flags=events.SAMPLED | events.NON_GENERATIVE)
