@@ -82,7 +82,7 @@ class RequestSpan(trace.Span):
         recorder.record(self.handle, event)
 
     def record_stage(self, name: str, started_at: int, items: int = 0) -> None:
-        """Records that a stage ended now. `items`: how many it processed; 0 = unknown."""
+        """Records that a stage ended now. `items`: how many it processed; 0 = unknown, or `events.RAISED`."""
         recorder.record(self.handle, events.StageEnded(_clock.now(), started_at, name, items))
 
     def record_submitted(

@@ -65,8 +65,12 @@ class RequestArrived(NamedTuple):
     name: str
 
 
+RAISED = -1
+"""In place of the number of items of a stage: an exception left it."""
+
+
 class StageEnded(NamedTuple):
-    """Named interval of a request, recorded when it ends."""
+    """Named interval of a request, recorded when it ends. `items`: 0 = unknown, or `RAISED`."""
 
     at: int
     started_at: int

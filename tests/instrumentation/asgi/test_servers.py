@@ -827,6 +827,30 @@ def test_requests_leave_no_reference_cycles(watched: Watched, serve: Callable[..
     assert len(ended(watched, 21)) == 21
 
 
+@pytest.mark.parametrize("handled", [False, True])
+def test_the_failed_stage_is_the_one_that_raised(
+    watched: Watched, serve: Callable[..., int], handled: bool
+) -> None:
+    """Also where the application answers 500 itself."""
+    app = FastAPI()
+
+    @app.post("/rerank")
+    async def rerank() -> Any:
+        try:
+            with otel_infer.stage("prepare"):
+                pass
+            with otel_infer.stage("rerank"), otel_infer.stage("model"):
+                raise MemoryError
+        except MemoryError:
+            if not handled:
+                raise
+            return JSONResponse({"error": "memory"}, 500)
+
+    assert b"500" in posted(serve(app), "/rerank")
+    (seen,) = ended(watched)
+    assert record_of(seen).failed_stage == "model"
+
+
 # ── requests without a span ──────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -175,6 +175,50 @@ def test_engine_request_without_operation_is_named_inference() -> None:
     """)
 
 
+def failed_request(*stages: tuple[str, float, float, int]) -> Story:
+    """A request whose error response has a body, so that it also has `postprocess`."""
+    story = Story()
+    a = story.arrives(0, operation="")
+    for name, started, ended, items in stages:
+        story.stage(name, started, ended, a, items=items)
+    story.add_request_event(a, events.ResponseStarted(ns(18)))
+    story.ends(20, a, events.ERROR, "MemoryError", status=500, chunks=1)
+    return story
+
+
+@pytest.mark.parametrize(
+    ("stages", "expected"),
+    [
+        ([("tokenize", 1, 2, 5), ("forward", 2, 9, events.RAISED)], "forward"),
+        ([("forward", 3, 9, events.RAISED), ("generate", 2, 10, events.RAISED)], "forward"),
+        ([("forward", 1, 2, events.RAISED), ("forward", 3, 9, 2), ("guard", 9, 12, events.RAISED)], "guard"),
+        ([("forward", 1, 2, events.RAISED), ("guard", 3, 9, events.RAISED)], "guard"),
+        ([("forward", 1, 2, events.RAISED), ("fallback", 3, 9, 0)], "postprocess"),
+    ],
+    ids=["last", "innermost", "not a handled one", "not an earlier one", "none"],
+)
+def test_the_stage_that_raised_is_the_failed_one(
+    stages: list[tuple[str, float, float, int]], expected: str
+) -> None:
+    record = failed_request(*stages).record()
+    assert record.failed_stage == expected
+    assert all(stage.attributes.get("infer.items", 0) >= 0 for stage in record.stages)
+
+
+def test_a_stage_that_raised_after_the_engine_is_the_failed_one() -> None:
+    """While the engine has the request, its own stage counts; a stage around it only repeats the exception."""
+    for finished, expected in ((True, "guard"), (False, "decode")):
+        story = Story()
+        a = streamed(story)
+        story.step(10, 20, [a], prompt={a: 5})
+        story.step(20, 30, [a])
+        if finished:
+            story.finished(30, a, tokens=2)
+        story.stage("guard", 31, 35, a, items=events.RAISED)
+        story.ends(40, a, events.ERROR, "ValueError", status=500)
+        assert story.record().failed_stage == expected
+
+
 def test_a_tokenized_request_without_engine_is_no_inference() -> None:
     """`POST /tokenize`, or a model that was loaded: no stage of them is work of a model."""
     for stages in (["tokenize"], ["fetch media", "prepare media", "tokenize"], ["weights"]):
