@@ -11,7 +11,7 @@ ASGI server, only HTTP requests do.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from otel_infer import semconv
 from otel_infer.assembly.records.process import Phase, StartRecord
@@ -27,6 +27,9 @@ ENGINES = ("vllm", "transformers", "torch")
 MAX_PHASES = 1024
 """Phases stored per start."""
 
+
+IMPORT_GAP_NS = 1_000_000_000
+"""Between two watched imports: other modules are imported, or the process idles, which cannot be told apart."""
 
 STARTUP_EVENTS = (
     events.ProcessStarted,
@@ -101,7 +104,7 @@ class ProcessStartup:
         self._reported_until = reported_until
         self._role = role
         self._parent = b"" if start_event.parent_span_id == NO_SPAN_ID else start_event.parent_span_id
-        self._imports: list[tuple[int, str]] = []
+        self._imports: list[_Import] = []
         self._phases: list[Phase] = []
         self._open_phases: list[events.PhaseBegan] = []
         self._engine = self._ready_by = self._error_type = ""
@@ -156,10 +159,9 @@ class ProcessStartup:
         inside = [phase for phase in self._phases if phase.ended_at <= self.ended_at]
         begun = [phase.started_at for phase in inside if phase.name in (events.WEIGHTS, events.READY)]
         until = min([self.ended_at, *begun, *(event.at for event in self._open_phases)])
-        imported = [(at, name) for at, name in self._imports if self._start_event.at < at <= until]
-        if imported:
-            inside.append(Phase(semconv.SPAN_IMPORTS, self._start_event.at, max(imported)[0]))
-        last_of_each = {name: at for at, name in sorted(imported)}
+        imported = [known for known in self._imports if self._start_event.at < known.at <= until]
+        inside += _build_import_phases(imported, self._start_event.at)
+        last_of_each = {known.package: known.at for known in sorted(imported)}
         return StartRecord(
             *self.ids,
             pid=self._pid,
@@ -180,7 +182,7 @@ class ProcessStartup:
 
     def _add_import(self, event: events.ModuleImported) -> None:
         package = event.module.partition(".")[0]
-        self._imports.append((event.at, package))
+        self._imports.append(_Import(event.at, package, event.started_at))
         self.behind_server = self.behind_server or package in ASGI_SERVERS
 
     def _begin_phase(self, event: events.PhaseBegan) -> None:
@@ -245,5 +247,29 @@ class ProcessStartup:
         return self._open_phases[-1].phase if self._open_phases else failed.name if failed else ""
 
     def _find_imported_engine(self) -> str:
-        names = {name for _, name in self._imports}
+        names = {known.package for known in self._imports}
         return next((engine for engine in ENGINES if engine in names), "")
+
+
+class _Import(NamedTuple):
+    """The import of a watched package. `started_at`: 0 = not seen, so it may have begun with the process."""
+
+    at: int
+    package: str
+    started_at: int
+
+
+def _build_import_phases(imported: list[_Import], process_started_at: int) -> list[Phase]:
+    """Returns the times in which watched packages were imported, from the start of the process on.
+
+    Gaps up to `IMPORT_GAP_NS` are a part of them. A longer one is idle time, or belongs to other modules.
+    """
+    phases: list[Phase] = []
+    for known in sorted(imported):
+        started_at = max(known.started_at, process_started_at)
+        while phases and started_at <= phases[-1].ended_at + IMPORT_GAP_NS:
+            started_at = min(started_at, phases.pop().started_at)
+        if started_at <= process_started_at + IMPORT_GAP_NS:
+            started_at = process_started_at
+        phases.append(Phase(semconv.SPAN_IMPORTS, started_at, known.at))
+    return phases

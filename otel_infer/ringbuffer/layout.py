@@ -27,7 +27,7 @@ from typing import NamedTuple
 MAGIC = 0x4F54454C_494E4652  # "OTELINFR"
 MAGIC_BYTES = MAGIC.to_bytes(8, sys.byteorder)
 """First bytes of a ring; they are written after the rest of its header."""
-VERSION = 3
+VERSION = 4
 PAGE = 4096
 SUFFIX_REQUESTS = ".requests"
 SUFFIX_STEPS = ".steps"

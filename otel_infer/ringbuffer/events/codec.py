@@ -104,7 +104,7 @@ REQUEST_LAYOUTS: tuple[EventLayout, ...] = (
     _make_layout(17, MarkSeen, "q q S I"),
     _make_layout(18, ExchangeEnded, "q B S H I q q S B"),
     _make_layout(20, ProcessStarted, "q q 16s 8s 8s"),
-    _make_layout(21, ModuleImported, "q S"),
+    _make_layout(21, ModuleImported, "q S q"),
     _make_layout(22, PhaseBegan, "q S"),
     _make_layout(23, PhaseEnded, "q q S S S S"),
     _make_layout(24, ProcessLeft, "q S"),

@@ -37,6 +37,35 @@ def test_start_is_one_trace_with_nested_phases() -> None:
     ]  # fmt: skip
 
 
+def test_idle_time_before_a_late_import_is_no_phase() -> None:
+    """A worker that waits 20 s for its first job, which imports the library; then it loads a model."""
+    story = Starting()
+    story.imported(400, "uvicorn.config", since=300)
+    story.imported(900, "starlette.applications", since=700)
+    story.imported(22_000, "torch", since=20_900)
+    story.imported(24_000, "transformers.generation.utils", since=22_500)
+    story.loaded(24_100, 25_000)
+    story.ready(25_000, 25_100)
+    assert render_spans(story.start_spans()) == text("""
+        server start 0–25100
+          imports 0–900 · event infer.imported 400, event infer.imported 900
+          imports 20900–24000 · event infer.imported 22000, event infer.imported 24000
+          weights 24100–25000
+          ready 25000–25100
+    """)
+
+
+def test_a_nested_import_is_part_of_the_outer_one() -> None:
+    story = Starting()
+    story.imported(6_000, "torch", since=4_000)
+    story.imported(9_000, "transformers.generation.utils", since=3_000)
+    story.ready(9_100, 9_200)
+    (record,) = story.starts()
+    assert [(phase.name, ms(phase.started_at), ms(phase.ended_at)) for phase in record.phases] == [
+        ("imports", 3_000, 9_000), ("ready", 9_100, 9_200)
+    ]  # fmt: skip
+
+
 def test_compilation_during_startup_is_not_a_pause() -> None:
     story = server()
     story.paused(9500, 9900, "compile")
