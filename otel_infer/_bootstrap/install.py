@@ -57,7 +57,7 @@ class _Installation:
             launcher.RestartBackoff(),
             process_start.ProcessStartRecorder(),
         )
-        os.register_at_fork(after_in_child=self._reset_after_fork)
+        os.register_at_fork(before=self._prepare_fork, after_in_child=self._reset_after_fork)
 
     # ── install and remove ───────────────────────────────────────────────────────────────────────────────────────
 
@@ -92,7 +92,7 @@ class _Installation:
             self._ensure_reader,
             self._create_fallback_arena,
             self._detect_role,
-            lambda: self._start_recorder.make_event(),
+            lambda: self._start_recorder.make_event(joins=self.folder is not None),
         )
         selected, disabled = (
             set(names or self.settings.integrations),
@@ -179,7 +179,8 @@ class _Installation:
         if self.folder is not None:  # from the parent that forked this process: one sidecar reads both
             with contextlib.suppress(RingUnavailable):  # this process runs as another user
                 return directory.ensure_private_folder(self.folder)
-        return directory.create_server_folder()
+        family = self._start_recorder.family
+        return directory.create_server_folder(token=family.folder_token if family is not None else "")
 
     def _create_fallback_arena(self, reason: str) -> Arena | None:
         if self.folder is not None and not self.settings.rings:
@@ -268,7 +269,9 @@ class _Installation:
             _print_stderr(launcher.describe_end(folder))
         self._restarts.record_start(_clock.now())
         try:
-            self.sidecar = launcher.start_sidecar(folder, self.settings, detect_resource())
+            family = self._start_recorder.family
+            resource = detect_resource(family.instance_id if family is not None else "")
+            self.sidecar = launcher.start_sidecar(folder, self.settings, resource)
             self._had_reader = True
         except launcher.SidecarStartError as reason:
             if self._had_reader:  # a sidecar ran here before, so this failure may be temporary
@@ -283,11 +286,15 @@ class _Installation:
         if integration.is_engine:
             recorder.ensure_rings()
 
+    def _prepare_fork(self) -> None:
+        if self.installed and self.provider is None:
+            self._start_recorder.prepare_fork()
+
     def _reset_after_fork(self) -> None:
         self._lock, self._restarts, self._start_recorder = (
             threading.Lock(),
             launcher.RestartBackoff(),
-            process_start.ProcessStartRecorder(),
+            process_start.ProcessStartRecorder(self._start_recorder.family),
         )
         for child in (*self._old_sidecars, *filter(None, (self.sidecar,))):
             child.returncode = 0  # a child of the parent process, which reaps it

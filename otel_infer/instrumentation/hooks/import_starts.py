@@ -8,7 +8,6 @@ from typing import Any
 
 from otel_infer import _clock
 
-
 PAUSE_NS = 1_000_000_000
 """A series of imports ends where no import begins for so long."""
 
