@@ -309,6 +309,7 @@ class Assembler:
         if engine is not None:
             self._startups.serving.add(engine.process)
             engine.begin_step(event)
+            self.events_lost, engine.forgotten = self.events_lost + engine.forgotten, 0
             if engine.batch_unknown:
                 self._mark_steps_lost(engine)
 
