@@ -90,11 +90,14 @@ def ensure_private_folder(folder: Path) -> Path:
     return folder
 
 
-def create_server_folder(base: Path = BASE) -> Path:
-    """Returns a new folder for one server; raises `RingUnavailable`, also where `base` is not on tmpfs."""
+def create_server_folder(base: Path = BASE, token: str = "") -> Path:
+    """Returns a new folder for one server; raises `RingUnavailable`, also where `base` is not on tmpfs.
+
+    `token`: the name of a folder that several processes share, which may exist.
+    """
     if not is_tmpfs(base):
         raise NotOnTmpfs(f"{base} is not on tmpfs")
-    token = f"{os.getpid()}-{secrets.token_hex(4)}"
+    token = token or f"{os.getpid()}-{secrets.token_hex(4)}"
     return ensure_private_folder(ensure_user_folder(base) / token)
 
 
