@@ -20,6 +20,7 @@ from pathlib import Path
 
 from otel_infer import _clock
 from otel_infer.config.environment import Config, child_environment, from_env, prepend_python_path
+from otel_infer.config.private_files import open_private_file
 from otel_infer.config.resource import detect_resource
 from otel_infer.ringbuffer import directory, layout
 from otel_infer.ringbuffer.arena import RingUnavailable
@@ -167,6 +168,7 @@ class Supervisor:
                 raise RingUnavailable(
                     f"{taken} belongs to another server: set OTEL_INFER_RINGS to a different folder"
                 )
+            (self._folder / directory.STOPPED_FILE).unlink(missing_ok=True)
             self._start_sidecar()
         except (RingUnavailable, OSError, launcher.SidecarStartError) as reason:
             print(f"otel-infer: no sidecar ({reason}); each process exports by itself", file=sys.stderr)
@@ -192,6 +194,7 @@ class Supervisor:
             now = time.monotonic()
             if signalled_at == began or now - signalled_at > 1.0:
                 signalled_at = now
+                self._record_stop(signal.SIGTERM)
                 os.kill(self._server.pid, signal.SIGKILL if now - began > timeout else signal.SIGTERM)
             time.sleep(POLL_S)
         self.wait_for_sidecar()
@@ -234,6 +237,7 @@ class Supervisor:
         self._forward_signal(number, number in (signal.SIGINT, signal.SIGQUIT) and _is_in_foreground())
 
     def _forward_signal(self, number: int, sent_to_group: bool) -> None:
+        self._record_stop(number)
         if self._server is None:
             self._early_signals.append(number)
         elif self.status is not None:
@@ -241,6 +245,12 @@ class Supervisor:
         elif not sent_to_group:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._server.pid, number)
+
+    def _record_stop(self, number: int) -> None:
+        """Records a signal to stop: the end that follows is no death."""
+        if self._folder is not None and number in (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT):
+            with contextlib.suppress(OSError):
+                os.close(open_private_file(self._folder / directory.STOPPED_FILE))
 
     def _reap_children(self) -> None:
         """Reaps every ended child: the server, the sidecar, and adopted orphans."""

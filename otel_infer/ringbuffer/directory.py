@@ -8,6 +8,8 @@ The layout of a folder:
         starting                    exists while a started sidecar has not taken its lock yet
         instance                    this server's `service.instance.id`
         service                     this server's `service.name`, once it follows from the engine
+        starts                      how many sidecars have read these rings
+        stopped                     exists once `otel-infer run` received a signal to stop the server
         PID-TOKEN.requests          held by each writing process
         PID-TOKEN-N.steps
         dump-TOKEN.*                a request for a tape, and its answer (`recording.dump_request`)
@@ -40,6 +42,7 @@ RESOURCE_ERRNOS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 """Errors that concern no file: this process, or the machine, has run out of a resource."""
 STARTING_FILE = "starting"
 INSTANCE_FILE, SERVICE_FILE = "instance", "service"
+STARTS_FILE, STOPPED_FILE = "starts", "stopped"
 ERROR_FILE = "sidecar.error"
 """Why the sidecar ended, for the process that started it."""
 DUMP_PREFIX = "dump-"
@@ -47,7 +50,8 @@ DUMP_REQUESTED, DUMP_DONE, DUMP_REJECTED, DUMP_PART = ".requested", ".tape", ".r
 _DUMP_PATTERN = re.compile(r"dump-[0-9a-f]{16}\.(requested|tape|rejected|part)")
 ABANDONED_S = 3600.0
 START_TIMEOUT_S = 10.0
-_SERVER_FILES = frozenset((OWNER_LOCK, SIDECAR_LOCK, STARTING_FILE, INSTANCE_FILE, SERVICE_FILE, ERROR_FILE))
+_NOTES = INSTANCE_FILE, SERVICE_FILE, STARTS_FILE, STOPPED_FILE, ERROR_FILE
+_SERVER_FILES = frozenset((OWNER_LOCK, SIDECAR_LOCK, STARTING_FILE, *_NOTES))
 _RING_SUFFIXES = frozenset((layout.SUFFIX_REQUESTS, layout.SUFFIX_STEPS))
 _FLOCK = struct.Struct("hhqqi")
 """`struct flock` of 64-bit Linux: type, whence, start, length, pid."""

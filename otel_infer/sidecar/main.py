@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from otel_infer import _clock
+from otel_infer import _clock, semconv
 from otel_infer.config.environment import Config, from_json_dict, hide_refused_values
 from otel_infer.export.console import Console
 from otel_infer.export.interfaces import RequestExporter
@@ -36,7 +36,7 @@ from otel_infer.sidecar.pipeline import CYCLE_NS, EXPORT_INTERVAL_NS, Pipeline
 from otel_infer.sidecar.probes.cpu_throttling import CpuThrottlingProbe
 from otel_infer.sidecar.probes.thread_stats import EngineThreadProbe
 from otel_infer.sidecar.recording.flight_recorder import FlightRecorder
-from otel_infer.sidecar.service_resource import ServiceResource
+from otel_infer.sidecar.service_resource import ServiceResource, count_restarts
 
 if TYPE_CHECKING:
     from otel_infer.sidecar.recording.webhook import Webhook
@@ -167,6 +167,7 @@ class Sidecar:
         self._pipeline = make_pipeline(
             settings, self._service.resource, self._rings, show=show, flight=self._flight_recorder
         )
+        self._pipeline.metrics.set_value(semconv.SELF_RESTARTS, {}, count_restarts(self._folder))
         self._throttling_probe, self._thread_probe, self._malloc_trimmer = (
             CpuThrottlingProbe(),
             EngineThreadProbe(),
@@ -197,6 +198,7 @@ class Sidecar:
         # Only an orderly exit removes rings: after a crash, the next sidecar continues with them.
         if self._webhook is not None:  # the next sidecar of this server may be waiting for the port
             self._webhook.close()
+        self._pipeline.assembler.processes.stop_requested = (self._folder / directory.STOPPED_FILE).exists()
         self._pipeline.run_cycle(_clock.now(), final=True)
         self._pipeline.close(FLUSH_S)
         self._flight_recorder.close(RECORDING_TIMEOUT_S)

@@ -20,7 +20,7 @@ from otel_infer.config import budget, slo
 from otel_infer.config.environment import Config
 from otel_infer.export.interfaces import RequestExporter, RequestListener
 from otel_infer.export.metrics import gpus, prometheus_endpoint, self_metrics
-from otel_infer.export.metrics.aggregator import MetricsAggregator
+from otel_infer.export.metrics.aggregator import PUSH, SCRAPE, MetricsAggregator
 from otel_infer.export.metrics.sender import MetricsSender
 from otel_infer.export.request_log import RequestLog
 from otel_infer.export.sampling import tail_sampler
@@ -76,8 +76,7 @@ class Pipeline:
             config.slow_percent / 100,
         )
         self.resource = resource
-        self.requests = 0
-        self.failed = 0
+        self.requests = self.failed = 0
         self._has_failed_cycle = False
         self._metrics_sender = metrics_outlet
         self._metrics: MetricsAggregator | None = None
@@ -127,7 +126,7 @@ class Pipeline:
         if final or now - self._collected_at >= self.config.metric_export_interval_ms * 1_000_000:
             self._collect_metrics(now, final)
         if self._scrape is not None and self._scrape.has_pending_scrape(now):
-            self._scrape.publish_metrics(self._snapshot_metrics())
+            self._scrape.publish_metrics(self._snapshot_metrics(SCRAPE))
         return bool(recorded)
 
     def enforce_budget(self, now: int) -> None:
@@ -239,6 +238,7 @@ class Pipeline:
                 traffic_classes=bool(self.config.traffic_class),
                 has_objectives=bool(self.config.slo),
             )
+            self._metrics.begin_known_series()
         return self._metrics
 
     def close(self, timeout: float) -> None:
@@ -305,11 +305,11 @@ class Pipeline:
             return
         if self._metrics_sender.can_accept(behind=behind or final):
             self._collected_at = now
-            self._metrics_sender.put(self._snapshot_metrics(), is_delta=self.metrics.is_delta)
+            self._metrics_sender.put(self._snapshot_metrics(PUSH), is_delta=self.metrics.is_delta)
 
-    def _snapshot_metrics(self) -> Any:
+    def _snapshot_metrics(self, reader: str = "") -> Any:
         self._update_self_metrics()
-        return self.metrics.collect(_clock.read_clocks()[1])
+        return self.metrics.collect(_clock.read_clocks()[1], reader)
 
     def _update_self_metrics(self) -> None:
         metrics, active, processes = self.metrics, self.assembler.count_active(), self.assembler.processes

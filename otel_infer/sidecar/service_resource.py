@@ -1,7 +1,7 @@
 """Keeps the resource of a server constant, for every sidecar that reads its rings.
 
 A service name that is not configured follows from the engine, which is unknown until it has started. The name
-and the instance id are stored beside the rings, for a sidecar that takes over.
+and the instance id are stored beside the rings, for a sidecar that takes over. So is the number of sidecars.
 """
 
 from __future__ import annotations
@@ -46,6 +46,14 @@ class ServiceResource:
         if name and name != self._saved_name:
             self._saved_name = name
             _write_text(self._folder / directory.SERVICE_FILE, name)
+
+
+def count_restarts(folder: Path) -> int:
+    """Counts this start of a sidecar, and returns how many sidecars read these rings before."""
+    before = _read_text(folder / directory.STARTS_FILE)
+    restarts = int(before) if before.isascii() and before.isdigit() and len(before) < 10 else 0
+    _write_text(folder / directory.STARTS_FILE, str(restarts + 1))
+    return restarts
 
 
 def _read_text(path: Path) -> str:

@@ -8,7 +8,7 @@ import pytest
 
 from otel_infer import semconv
 from otel_infer.ringbuffer import directory
-from otel_infer.sidecar.service_resource import ServiceResource
+from otel_infer.sidecar.service_resource import ServiceResource, count_restarts
 
 
 def test_an_empty_instance_file_gets_a_new_id(tmp_path: Path) -> None:
@@ -41,6 +41,16 @@ def test_a_configured_name_replaces_the_stored_name(
 def test_an_unreadable_stored_name_is_ignored(tmp_path: Path, written: bytes) -> None:
     (tmp_path / directory.SERVICE_FILE).write_bytes(written)
     assert semconv.SERVICE_NAME not in ServiceResource(tmp_path, {}).resource
+
+
+def test_sidecars_after_the_first_are_counted(tmp_path: Path) -> None:
+    assert [count_restarts(tmp_path) for _ in range(3)] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("written", [b"\xff", b"", b"-1", b"9" * 4000])
+def test_an_unreadable_number_of_sidecars_is_none(tmp_path: Path, written: bytes) -> None:
+    (tmp_path / directory.STARTS_FILE).write_bytes(written)
+    assert count_restarts(tmp_path) == 0
 
 
 def test_a_missing_folder_only_prevents_storage(tmp_path: Path) -> None:
