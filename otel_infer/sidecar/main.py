@@ -162,6 +162,7 @@ class Sidecar:
             self._folder, settings.dump_on_slo, bool(settings.dump_on_slo), settings.slo
         )
         self._dump_port, self._webhook_tried_at = settings.dump_port, 0
+        self._sends_metrics = settings.exports_metrics and not settings.scrape_address
         self._webhook: Webhook | None = None
         self._start_webhook(_clock.now())
         self._pipeline = make_pipeline(
@@ -279,7 +280,8 @@ class Sidecar:
 
         self._webhook_tried_at = now
         try:
-            self._webhook = Webhook(self._dump_port, self._flight_recorder)
+            resource = self._service.resource if self._sends_metrics else {}
+            self._webhook = Webhook(self._dump_port, self._flight_recorder, resource)
         except OSError as error:
             if is_first:
                 log.error("no webhook at %s yet, trying again every 2 s: %s", self._dump_port, error)

@@ -110,7 +110,7 @@ Each server (`job`) and model has its own budget.
   TelemetryDropping, SidecarRestarted, HookFailed and HooksMissing: they report that data is missing.
   [The stack's alertmanager.yml](../examples/stack/alertmanager.yml) has these rules.
 - **Save a recording.** Send pages to the webhook of the [flight recorder](flight-recorder.md#save-a-recording-when-an-alert-fires).
-  `group_wait` must be far below its 120 s.
+  `group_wait` must be far below its 120 s. List the webhook of each server: each writes a tape for its own `job` and `instance` only.
 - **Watch the alerting path.** {watchdog} always fires. Send it to a service that raises an alarm when it stops.
 - {gone} ends ten minutes after the last metrics of a server, because Prometheus then has no series for it. It does not fire for a
   server that was stopped on purpose: the last export has `infer.server.stopped` = 1. A server that is scraped ends before Prometheus
