@@ -395,6 +395,24 @@ def test_the_first_tier_balances_traces_and_no_metrics() -> None:
     assert find_value("compose, collectors: services sampler command") == tail_sampling["command"]
 
 
+@pytest.mark.parametrize("name", COLLECTORS)
+def test_the_collector_accepts_its_files(name: str, tmp_path: Path) -> None:
+    """The health check of the gateway is left out, because a Collector without contributions has none."""
+    files = COLLECTORS[name]
+    if "extensions" in read(files[0]):
+        config = {key: value for key, value in read(files[0]).items() if key != "extensions"}
+        config["service"] = {key: value for key, value in config["service"].items() if key != "extensions"}
+        files = [tmp_path / files[0].name]
+        files[0].write_text(yaml.safe_dump(config))
+    completed = subprocess.run(
+        [tool("otelcol"), "validate", *(f"--config={file}" for file in files)],
+        capture_output=True,
+        text=True,
+        env={"TEMPO_ENDPOINT": "tempo:4317"},
+    )
+    assert completed.returncode == 0, completed.stderr
+
+
 # ── Prometheus, Tempo, Alertmanager ──────────────────────────────────────────────────────────────────────────────
 
 
