@@ -116,10 +116,13 @@ class Prometheus(Running):
 
 
 class Alertmanager(Running):
-    """An Alertmanager that sends every alert to a webhook without delay."""
+    """An Alertmanager that sends every alert to these webhooks without delay."""
 
-    def __init__(self, folder: Path, hook: str) -> None:
-        receiver = {"name": "hook", "webhook_configs": [{"url": hook, "send_resolved": True}]}
+    def __init__(self, folder: Path, *hooks: str) -> None:
+        receiver = {
+            "name": "hook",
+            "webhook_configs": [{"url": hook, "send_resolved": True} for hook in hooks],
+        }
         route = {"receiver": "hook", "group_by": ["..."], "group_wait": "0s", "group_interval": "1s"}
         file = folder / "alertmanager.yml"
         file.write_text(yaml.safe_dump({"route": route, "receivers": [receiver]}))
