@@ -28,7 +28,11 @@ def terminate(*, close: str = "", before: str = "", after: str = "") -> tuple[in
     """Sends SIGTERM to a process with the handler; returns its exit status, and what it printed then."""
     program = PROGRAM.format(close=close or "pass", before=before, after=after)
     with subprocess.Popen(
-        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        [sys.executable, "-c", program],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
     ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
@@ -70,6 +74,7 @@ import os
 pid = os.fork()
 if pid == 0:
     time.sleep(30)
+    os._exit(0)
 os.kill(pid, signal.SIGTERM)
 assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGTERM
 """
