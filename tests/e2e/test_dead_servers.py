@@ -31,12 +31,16 @@ def rings() -> Iterator[Path]:
 def kill_in_flight(log: Path, rings: Path, receiver: OtlpReceiver) -> set[str]:
     """Kills a server and its sidecar during requests; returns the traces of the requests without an answer."""
     toy = Toy(log, {**receiver.environ, "OTEL_INFER_RINGS": str(rings), "TOY_STEP_S": "0.02"})
-    with toy, toy.load(threads=3, tokens=500) as replies:
-        assert toy.post("/flush", {"timeout": 10}).body["flushed"]
-        time.sleep(0.3)
-        for pid in processes(toy.mark):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+    with toy:
+        assert toy.chat().status == 200
+        assert toy.post("/flush", {"timeout": 20}).body["flushed"]
+        sidecar = toy.sidecar()
+        with toy.load(threads=3, tokens=500) as replies:
+            time.sleep(0.5)
+            # The server first, because it would start another sidecar.
+            for pid in sorted(processes(toy.mark), key=lambda pid: pid == sidecar):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
     return {reply.trace_id for reply in replies[:3]}
 
 
@@ -49,7 +53,7 @@ def test_a_dead_server_is_exported_to_its_own_destination_only(
         receiver = first if is_same else second
         with Toy(tmp_path / "second.log", {**receiver.environ, "OTEL_INFER_RINGS": str(rings)}) as toy:
             answered = toy.chat().trace_id
-            assert toy.post("/flush", {"timeout": 10}).body["flushed"]
+            assert toy.post("/flush", {"timeout": 20}).body["flushed"]
             wait_until(lambda: answered in requests_of(receiver))
             counted = lost(receiver).get(semconv.LOSS_OTHER_DESTINATION, 0)
             if is_same:
