@@ -78,9 +78,7 @@ class InstanceClaim:
 
 def _find_lock_folder() -> Path | None:
     """Returns this user's folder in shared memory, or else among temporary files; None if there is neither."""
-    for base in (directory.BASE, Path(tempfile.gettempdir())):
-        try:
-            return directory.ensure_user_folder(base)
-        except RingUnavailable:
-            continue
+    for find_base in (lambda: directory.BASE, lambda: Path(tempfile.gettempdir())):
+        with contextlib.suppress(RingUnavailable, OSError):  # no folder may be writable
+            return directory.ensure_user_folder(find_base())
     return None
