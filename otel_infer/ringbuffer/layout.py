@@ -3,7 +3,7 @@
 There are two kinds of file. Each has a fixed size and begins with one header page:
 
     NAME.requests   header | request ring: cells of 64 B | live table: 80 B a slot | string table: 128 B each
-    NAME.steps      header | step ring: records of n × 64 B
+    NAME.steps      header | step ring: records of n × 64 B; small rings of equal size follow each other
 
 A *cell* is written by one `pack_into`: sequence, code, part, parts, handle, 40 bytes of body, the sequence
 again. An event longer than a cell takes several cells. The first 4 bytes of each body are then the low word
@@ -62,7 +62,11 @@ W_OFFERED = 17
 """Requests that this process offered for recording, recorded or not. A fragment of another process's request is none."""
 W_NOT_RECORDED = 18
 """Those of them that were not recorded: no free slot, or an error."""
-W_FLUSH_REFUSED = 19
+W_STRINGS_REUSED = 19
+"""Counts how often ids of the string table became free for other texts."""
+W_NUMBER = 20
+"""In a step ring: its number among those of its process, from 1."""
+W_FLUSH_REFUSED = 21
 """Written by the reader: the last request after which something was refused that was recorded since the
 request before it.
 """
@@ -98,7 +102,7 @@ STRING = struct.Struct("<126sH")
 STRING_BYTES = 128
 STRING_MAX = 126
 STRING_OTHER = 0xFFFF
-"""Id of a string that found the table full; no table is long enough for it. It is read as `_OTHER`."""
+"""Id of a string that found the table full of texts in use; no table is long enough for it. It is read as `_OTHER`."""
 
 # ── step ring ────────────────────────────────────────────────────────────────────────────────────────────────────
 RECORD_HEAD = struct.Struct("<QHBx")

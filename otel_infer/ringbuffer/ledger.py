@@ -9,6 +9,7 @@ it. Additions are atomic under the GIL, because nothing is called in between.
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
 from pathlib import Path
@@ -17,6 +18,8 @@ from typing import NamedTuple
 from otel_infer import semconv
 from otel_infer.config import private_files
 from otel_infer.ringbuffer import directory, layout
+
+log = logging.getLogger(__name__)
 
 MAGIC = 0x4F54454C_4C454447  # "OTELLEDG"
 _W_MAGIC, _W_READERS, _W_CLOSED_RING, _W_OFFERED, _W_NOT_RECORDED = range(5)
@@ -111,14 +114,22 @@ class RequestLedger:
 
 
 def open_ledger(folder: Path) -> RequestLedger:
-    """Returns the ledger of this server's folder, created if it is missing; raises `OSError`."""
-    descriptor = private_files.open_beside_rings(folder / directory.LEDGER_FILE, os.O_RDWR | os.O_CREAT)
+    """Returns the ledger of this server's folder, created if it is missing.
+
+    Where that is impossible, for example on a full tmpfs, the requests are counted in this process only.
+    """
+    path = folder / directory.LEDGER_FILE
     try:
-        private_files.check_private(os.fstat(descriptor), folder / directory.LEDGER_FILE)
-        os.posix_fallocate(descriptor, 0, layout.PAGE)
-        return RequestLedger(mmap.mmap(descriptor, layout.PAGE))
-    finally:
-        os.close(descriptor)
+        descriptor = private_files.open_beside_rings(path, os.O_RDWR | os.O_CREAT)
+        try:
+            private_files.check_private(os.fstat(descriptor), path)
+            os.posix_fallocate(descriptor, 0, layout.PAGE)
+            return RequestLedger(mmap.mmap(descriptor, layout.PAGE))
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        log.warning("requests are counted in this process only: %s", error)
+        return RequestLedger()
 
 
 def read_server_counts(folder: Path) -> RequestCounts:

@@ -25,9 +25,10 @@ from otel_infer.ringbuffer import directory, events, layout, sidecar_claim
 from otel_infer.ringbuffer.ledger import RequestLedger
 from otel_infer.ringbuffer.process_rings import ProcessRings
 from otel_infer.ringbuffer.reader import InvalidRing, RequestReader, RingNotReady
-from otel_infer.ringbuffer.step_reader import StepReader
+from otel_infer.ringbuffer.step_reader import StepFile, StepReader
 
 LIVENESS_NS = 250_000_000
+SMALL_CELLS = 64
 _EVENT_TIME = attrgetter("event.at")
 _SUFFIXES = layout.SUFFIX_REQUESTS, layout.SUFFIX_STEPS
 _READER_EVENTS = (events.EventsLost, events.StepsLost)
@@ -69,11 +70,19 @@ class MergedReader:
             key = os.path.join(folder, name)
             if key not in self._known_rings:
                 self._open_ring(folder / name, key, now)
+        self._add_rings_of_known_files()
 
     def add_ring(self, name: str, memory: mmap.mmap, now: int) -> None:
         """Adds a ring in the memory of this process."""
         if name not in self._known_rings:
             self._register_ring(Path(name), name, memory, -1, None, now)
+        elif name.endswith(layout.SUFFIX_STEPS):
+            self._add_rings_of_known_files()
+
+    def _add_rings_of_known_files(self) -> None:
+        for process in self._processes.values():
+            if not all(file.is_complete for file in process.step_files):
+                self._add_new_step_rings(process)
 
     def _open_ring(self, path: Path, key: str, now: int) -> None:
         try:
@@ -111,16 +120,20 @@ class MergedReader:
             owner = self._processes.get(prefix.rpartition("-")[0])
             if owner is None:
                 raise RingNotReady("the request ring of its process does not exist yet")
-            steps = StepReader(memory, next(self._ring_numbers), taken_over=owner.processed_until > 0)
-            owner.engines.append((steps, descriptor, file))
-            if owner.processed_until:
-                owner.reported["unrecorded"] += int(steps.header.words[layout.W_LOST])
-            suffix = prefix.rpartition("-")[2]
-            number = int(suffix) if suffix.isdecimal() else 0
-            engine_seen = events.EngineSeen(0, owner.ring, steps.header.pid, steps.engine, number)
-            self._pending.append(events.RecordedEvent(steps.ring, 0, engine_seen))
+            owner.step_files.append(StepFile(memory, descriptor, file))
+            self._add_new_step_rings(owner)
         self._known_rings.add(key)
         self.has_seen_rings = True
+
+    def _add_new_step_rings(self, owner: ProcessRings) -> None:
+        for memory in (memory for file in owner.step_files for memory in file.take_new_rings()):
+            steps = StepReader(memory, next(self._ring_numbers), taken_over=owner.processed_until > 0)
+            owner.engines.append(steps)
+            if owner.processed_until:
+                owner.reported["unrecorded"] += int(steps.header.words[layout.W_LOST])
+            number = int(steps.header.words[layout.W_NUMBER])
+            engine_seen = events.EngineSeen(0, owner.ring, steps.header.pid, steps.engine, number)
+            self._pending.append(events.RecordedEvent(steps.ring, 0, engine_seen))
 
     def _announce_process(self, process: ProcessRings, now: int) -> None:
         header, processed_until = process.reader.header, process.processed_until
@@ -147,7 +160,7 @@ class MergedReader:
             self.fill_ratio = max(
                 self.fill_ratio,
                 process.reader.fill_ratio,
-                *(steps.fill_ratio for steps, _, _ in process.engines),
+                *(steps.fill_ratio for steps in process.engines),
             )
             # A loss is always the first event.
             if request_events and isinstance(request_events[0].event, events.EventsLost):
@@ -161,7 +174,7 @@ class MergedReader:
     def _poll_process(self, process: ProcessRings, now: int, final: bool) -> list[events.RecordedEvent]:
         """Reads the rings of a process; returns the events of its request ring."""
         # Steps first: a step refers only to earlier events, which the request ring, read after, contains.
-        step_events = [event for steps, _, _ in process.engines for event in steps.poll(now, final)]
+        step_events = [event for steps in process.engines for event in steps.poll(now, final)]
         request_events = list(process.reader.poll(now, final))
         self._pending += step_events
         self._pending += request_events
@@ -177,6 +190,14 @@ class MergedReader:
     def are_filled_above(self, share: float) -> bool:
         """Returns whether more than this share of any request ring was written since the last poll."""
         return any(process.reader.is_filled_above(share) for process in self._processes.values())
+
+    def has_small_rings(self) -> bool:
+        """Returns whether there are step rings that soon fill up, because many threads run steps."""
+        return any(
+            steps.header.cells <= SMALL_CELLS
+            for process in self._processes.values()
+            for steps in process.engines
+        )
 
     def add_event(self, recorded: events.RecordedEvent) -> None:
         """Adds an event about a process that does not come from its ring; polls return it in order."""
@@ -204,7 +225,7 @@ class MergedReader:
             (steps.ring, seen[process.ring], steps.header.pid, int(steps.header.words[layout.W_THREAD]))
             for process in self._processes.values()
             if process.ring in seen
-            for steps, _, _ in process.engines
+            for steps in process.engines
         ]
 
     def count_writers(self) -> int:
@@ -295,7 +316,7 @@ class MergedReader:
             if process.path is not None:  # its last ring may not be open yet
                 self.discover_rings(process.path.parent, now, f"{prefix}-")
             self._poll_process(process, now, final=True)
-            rings = {process.ring, *(steps.ring for steps, _, _ in process.engines)}
+            rings = {process.ring, *(steps.ring for steps in process.engines)}
             pending = (recorded for recorded in self._pending if recorded.ring in rings)
             instants = [
                 recorded.event.at for recorded in pending if not isinstance(recorded.event, _READER_EVENTS)
@@ -320,7 +341,10 @@ class MergedReader:
             self._damaged.append(process.read_requests())
         elif not process.is_counted:
             self.ledger.close_ring(process.started_at, *process.read_requests())
-        rings = [(process.descriptor, process.path), *((fd, path) for _, fd, path in process.engines)]
+        rings = [
+            (process.descriptor, process.path),
+            *((file.descriptor, file.path) for file in process.step_files),
+        ]
         for descriptor, path in rings:
             if descriptor >= 0:
                 os.close(descriptor)

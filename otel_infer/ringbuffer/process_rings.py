@@ -8,7 +8,7 @@ from pathlib import Path
 
 from otel_infer.ringbuffer import layout
 from otel_infer.ringbuffer.reader import RequestReader
-from otel_infer.ringbuffer.step_reader import StepReader
+from otel_infer.ringbuffer.step_reader import StepFile, StepReader
 
 
 class ProcessRings:
@@ -16,7 +16,8 @@ class ProcessRings:
 
     def __init__(self, ring: int, reader: RequestReader, descriptor: int, path: Path | None) -> None:
         self.ring, self.reader, self.descriptor, self.path = ring, reader, descriptor, path
-        self.engines: list[tuple[StepReader, int, Path | None]] = []
+        self.step_files: list[StepFile] = []
+        self.engines: list[StepReader] = []
         self.processed_until = int(reader.header.words[layout.W_PROCESSED_UNTIL])
         """Instant up to which an earlier reader exported requests; 0 = there was none."""
         self.latest_event_at = 0
@@ -40,7 +41,7 @@ class ProcessRings:
     def read_counts(self) -> Counter[str]:
         """Returns what the writers of this process counted so far, see `MergedReader.counts`."""
         words = self.reader.header.words
-        lost = sum(int(steps.header.words[layout.W_LOST]) for steps, _, _ in self.engines)
+        lost = sum(int(steps.header.words[layout.W_LOST]) for steps in self.engines)
         return Counter(
             errors=int(words[layout.W_ERRORS]),
             unrecorded=int(words[layout.W_UNRECORDED]) + lost,

@@ -42,7 +42,7 @@ class InvalidRing(Exception):
 class RingHeader:
     """Header page of a ring file."""
 
-    def __init__(self, memory: mmap.mmap) -> None:
+    def __init__(self, memory: mmap.mmap | memoryview) -> None:
         if len(memory) < layout.PAGE:
             raise InvalidRing("shorter than a ring header")
         self.words: Words = np.frombuffer(memory, np.uint64, layout.HEADER_WORDS)
@@ -59,7 +59,9 @@ class RingHeader:
         (length,) = layout.TEXT_LENGTH.unpack_from(memory, layout.TEXT_OFFSET)
         begin = layout.TEXT_OFFSET + layout.TEXT_LENGTH.size
         try:
-            self.text: dict[str, Any] = json.loads(memory[begin : begin + min(length, layout.TEXT_MAX)])
+            self.text: dict[str, Any] = json.loads(
+                bytes(memory[begin : begin + min(length, layout.TEXT_MAX)])
+            )
         except ValueError as error:
             raise InvalidRing("header text is not valid JSON") from error
         self.pid = int(self.words[layout.W_PID])
@@ -82,6 +84,7 @@ class RequestReader:
         self._cells: Words = words.reshape(cells, 8)
         self._slots = slots
         self._strings: dict[int, str] = {0: ""}
+        self._strings_reused = 0
         self._window = np.arange(min(WINDOW, cells))
         self._next = 0
         self._complete = 0
@@ -98,6 +101,8 @@ class RequestReader:
 
     def poll(self, now: int, final: bool = False) -> Iterator[events.RecordedEvent]:
         """Yields new events that were complete at the previous poll; `final`: all that are complete now."""
+        if self._strings_reused != (reused := int(self.header.words[layout.W_STRINGS_REUSED])):
+            self._strings, self._strings_reused = {0: ""}, reused
         newest = self._find_newest()
         self.fill_ratio = (newest - self._complete) / self.header.cells
         upto, self._complete = (newest if final else min(self._complete, newest)), newest

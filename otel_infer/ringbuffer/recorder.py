@@ -6,7 +6,6 @@ It is inactive until the bootstrap starts it. While it is inactive, a probe cost
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
 import threading
@@ -19,7 +18,7 @@ from otel_infer import _clock
 from otel_infer.ringbuffer import events, layout
 from otel_infer.ringbuffer.arena import Arena, RingUnavailable
 from otel_infer.ringbuffer.batch_writer import BatchWriter, HandleTable
-from otel_infer.ringbuffer.step_writer import StepWriter
+from otel_infer.ringbuffer.step_rings import StepRingAllocator
 from otel_infer.ringbuffer.writer import RequestWriter
 
 log = logging.getLogger("otel_infer")
@@ -33,8 +32,8 @@ overwritten.
 """
 MAX_STARTUP_EVENTS = 128
 """Startup events that are held until the rings exist."""
-MAX_STEP_RINGS = 12
-"""Step rings per process; further engines run unrecorded, and are counted."""
+RETRY_NS = 1_000_000_000
+"""After a step ring found no room, time until the next is tried."""
 
 
 class Recorder:
@@ -53,10 +52,11 @@ class Recorder:
         self._get_fallback_arena: Callable[[str], Arena | None] = lambda reason: None
         self._ensure_reader: Callable[[], None] = lambda: None
         self._maintained_at = self._repeated_at = 0
-        self._ring_numbers = itertools.count(1)
+        self._step_rings: StepRingAllocator | None = None
         self._free_batch_writers: dict[str, deque[BatchWriter]] = {}
         self._batch_writers: list[BatchWriter] = []
-        self._is_step_recording_full = False
+        self._no_room_until = 0
+        self._is_no_room_logged = False
         self._hook_reports: dict[str, events.HooksReported] = {}
         self._get_process_start: Callable[[], events.ProcessStarted | None] = lambda: None
         self._startup_events: list[Any] = []
@@ -256,30 +256,32 @@ class Recorder:
                 return free.popleft().assign_to_thread()
             except IndexError:
                 pass
-        if self._is_step_recording_full:
+        if _clock.now() < self._no_room_until:  # otherwise every step would try again, and fail again
             return None
         try:
             return self._create_batch_writer(engine)
         except RingUnavailable as reason:
-            # Otherwise every step would try again, and fail again.
-            self._is_step_recording_full = True
-            if self.requests is not None:
-                self.requests.words[layout.W_UNRECORDED] += 1
-            log.warning("steps of %s are not recorded: %s", engine, reason)
+            self._no_room_until = _clock.now() + RETRY_NS
+            if not self._is_no_room_logged:
+                self._is_no_room_logged = True
+                log.warning("steps of some requests are not recorded, and counted: %s", reason)
         except Exception as error:  # the engine continues unrecorded
             self._report_lost_event(error)
         return None
 
     def _create_batch_writer(self, engine: str) -> BatchWriter | None:
-        if (self.requests is None and self._make_rings() is None) or self.arena is None:
+        if (self.requests is None and self._make_rings() is None) or self._step_rings is None:
             return None
-        if len(self._batch_writers) >= MAX_STEP_RINGS:
-            raise RingUnavailable(f"more than {MAX_STEP_RINGS} step rings in one process")
-        number = next(self._ring_numbers)
-        writer = StepWriter(self.arena, f"{self._prefix}-{number}", engine)
+        writer, number = self._step_rings.create_writer(engine)
         batch_writer = BatchWriter(writer, HandleTable(), number)
         self._batch_writers.append(batch_writer)
         return batch_writer.assign_to_thread()
+
+    def record_missing_steps(self, handle: int) -> None:
+        """Records that steps of a request are not recorded, because `acquire_batch_writer` returned None."""
+        if self.requests is not None and handle:
+            self.requests.words[layout.W_UNRECORDED] += 1
+            self.record(handle, events.StepsUnrecorded(_clock.now()))
 
     def release_batch_writer(self, engine: str, writer: BatchWriter) -> None:
         """Takes a writer back from this thread, so that another one can continue with it."""
@@ -328,7 +330,8 @@ class Recorder:
         for word in (layout.W_UNRECORDED, layout.W_OFFERED, layout.W_NOT_RECORDED):
             writer.words[word] += self._lost_before
         self._lost_before, self._repeated_at = 0, _clock.now()
-        self.arena, self.requests = arena, writer
+        self.arena, self._step_rings = arena, StepRingAllocator(arena, self._prefix)
+        self.requests = writer
         return writer
 
     def _retire_batch_writers(self) -> None:
@@ -336,7 +339,7 @@ class Recorder:
             writer.detach_ring()
         self._batch_writers.clear()
         self._free_batch_writers.clear()
-        self._is_step_recording_full = False
+        self._step_rings, self._no_room_until = None, 0
 
 
 recorder = Recorder()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 
@@ -15,10 +16,37 @@ from otel_infer.ringbuffer import events, layout
 from otel_infer.ringbuffer.reader import InvalidRing, RingHeader, Words
 
 
+class StepFile:
+    """A file of step rings of equal size, which its writers begin to use one after another."""
+
+    def __init__(self, memory: mmap.mmap, descriptor: int, path: Path | None) -> None:
+        self.descriptor, self.path = descriptor, path
+        self._memory = memoryview(memory)
+        cells = RingHeader(self._memory).cells
+        self._ring_bytes = layout.PAGE + cells * layout.CELL_BYTES
+        self._unused = list(range(len(memory) // self._ring_bytes))
+        if cells < 1 or not self._unused:
+            raise InvalidRing("sizes in the header exceed the file")
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all of its rings were taken."""
+        return not self._unused
+
+    def take_new_rings(self) -> Iterator[memoryview]:
+        """Yields the memory of each ring that is in use since the last call."""
+        for index in list(self._unused):
+            begin = index * self._ring_bytes
+            memory = self._memory[begin : begin + self._ring_bytes]
+            if memory[: len(layout.MAGIC_BYTES)] == layout.MAGIC_BYTES:
+                self._unused.remove(index)
+                yield memory
+
+
 class StepReader:
     """Reader of the step ring of one engine thread. `taken_over`: another reader read it before."""
 
-    def __init__(self, memory: mmap.mmap, ring: int, taken_over: bool = False) -> None:
+    def __init__(self, memory: memoryview, ring: int, taken_over: bool = False) -> None:
         self.header = RingHeader(memory)
         self.ring = ring
         self._memory = memory
@@ -63,7 +91,7 @@ class StepReader:
     def close(self) -> None:
         """Releases the memory."""
         del self._heads, self.header.words
-        self._memory = mmap.mmap(-1, 1)
+        self._memory = memoryview(b"")
 
     def _is_overrun(self) -> bool:
         """Returns whether the writer has lapped this reader.
@@ -117,7 +145,7 @@ class StepReader:
         position = self._next % self.header.cells
         begin, cells = layout.PAGE + (position << 6), self._complete - self._next
         first = self._parse_record_head(self._next)
-        copy = self._memory[begin : begin + (min(cells, self.header.cells - position) << 6)]
+        copy = bytes(self._memory[begin : begin + (min(cells, self.header.cells - position) << 6)])
         if first is None or self._parse_record_head(self._next) != first:
             return
         at = 0
@@ -154,7 +182,7 @@ class StepReader:
 
 
 def _parse_record_head(
-    memory: mmap.mmap | bytes, begin: int, counter: int, room: int
+    memory: memoryview | bytes, begin: int, counter: int, room: int
 ) -> tuple[int, int, int] | None:
     """Returns (cells, code, length) of the record at this counter.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import struct
 from collections.abc import Callable
 from typing import NamedTuple
@@ -58,10 +59,27 @@ class StepWriter:
     `last_offset`.
     """
 
-    def __init__(self, arena: Arena, name: str, engine: str, sizes: RingSizes | None = None) -> None:
+    def __init__(
+        self, arena: Arena, name: str, engine: str, sizes: RingSizes | None = None, number: int = 1
+    ) -> None:
+        """Creates the ring in a file of its own. `number`: of this ring among those of its process."""
         sizes = sizes or choose_sizes(arena, lambda s: s.steps_bytes)
-        self.memory = arena.allocate(name + layout.SUFFIX_STEPS, sizes.steps_bytes)
-        self.words = write_header(self.memory, sizes._replace(cells=sizes.step_cells), {"engine": engine})
+        self._use_memory(arena.allocate(name + layout.SUFFIX_STEPS, sizes.steps_bytes), sizes, engine, number)
+
+    @classmethod
+    def from_memory(
+        cls, memory: mmap.mmap | memoryview, sizes: RingSizes, engine: str, number: int
+    ) -> StepWriter:
+        """Returns the writer of a ring in memory that is a part of a file."""
+        writer = cls.__new__(cls)
+        writer._use_memory(memory, sizes, engine, number)
+        return writer
+
+    def _use_memory(self, memory: mmap.mmap | memoryview, sizes: RingSizes, engine: str, number: int) -> None:
+        self.memory = memory
+        self.words = write_header(
+            memory, sizes._replace(cells=sizes.step_cells), {"engine": engine}, number=number
+        )
         self.cells_written = 0
         self.offset, self.last_offset = layout.PAGE, layout.PAGE + (sizes.step_cells - 1) * layout.CELL_BYTES
         self._max_record_bytes = min(layout.RECORD_MAX, sizes.step_cells // 4 * layout.CELL_BYTES)

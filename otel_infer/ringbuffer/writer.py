@@ -22,10 +22,13 @@ from otel_infer import _clock
 from otel_infer.ringbuffer import events, layout
 from otel_infer.ringbuffer.arena import Arena, choose_sizes
 from otel_infer.ringbuffer.layout import RingSizes
+from otel_infer.ringbuffer.string_table import StringTable
 from otel_infer.ringbuffer.text_limits import pack_text_to_fit
 
 
-def write_header(memory: mmap.mmap, sizes: RingSizes, text: dict[str, Any]) -> memoryview:
+def write_header(
+    memory: mmap.mmap | memoryview, sizes: RingSizes, text: dict[str, Any], number: int = 0
+) -> memoryview:
     """Fills the header page and returns it as u64 words.
 
     The magic is written last, because it marks the rest as complete.
@@ -43,6 +46,7 @@ def write_header(memory: mmap.mmap, sizes: RingSizes, text: dict[str, Any]) -> m
     words[layout.W_CELLS] = sizes.cells
     words[layout.W_LIVE_SLOTS] = sizes.live_slots
     words[layout.W_STRINGS] = sizes.strings
+    words[layout.W_NUMBER] = number
     words[layout.W_MAGIC] = layout.MAGIC
     return words
 
@@ -113,10 +117,11 @@ class RequestWriter:
             offsets.live_table,
             offsets.strings,
         )
-        self._strings_max = sizes.strings
         self._next_cell = _make_counter()
-        self._next_string = _make_counter()
-        self._strings: dict[str, int] = {"": events.NONE}
+        self._string_table = StringTable(
+            self.memory, self._strings_offset, sizes.strings, self.words, self._write_empty_cell
+        )
+        self._strings = self._string_table.ids
         self._slots = sizes.live_slots
         self._free_slots = deque(range(sizes.live_slots))
         # Random, so that handles of an earlier ring (before a fork, or discarded) match none of this one.
@@ -218,7 +223,8 @@ class RequestWriter:
             known, event = self._strings, list(event)
             for i in strings:
                 text = event[i]
-                event[i] = known[text] if text in known else self._intern_string(str(text))
+                index = known.get(text)
+                event[i] = self._string_table.intern(str(text)) if index is None else index
         cell = self._next_cell()
         offset, counter = _FIRST_CELL + cell % self._cells * _CELL_BYTES, cell + 1
         try:
@@ -250,7 +256,8 @@ class RequestWriter:
 
     def _get_string_id(self, text: str) -> int:
         """Returns the id of this text in the string table, after adding it if it is new."""
-        return self._strings[text] if text in self._strings else self._intern_string(str(text))
+        index = self._strings.get(text)
+        return self._string_table.intern(str(text)) if index is None else index
 
     def _write_cells(self, code: int, handle: int, body: bytes) -> None:
         if len(body) <= layout.BODY_BYTES:
@@ -268,15 +275,9 @@ class RequestWriter:
             offset = layout.PAGE + cell % self._cells * layout.CELL_BYTES
             pack_into(self.memory, offset, cell + 1, code, part, parts, handle, first, piece, cell + 1)
 
-    def _intern_string(self, text: str) -> int:
-        if text == "":
-            return events.NONE
-        index = self._next_string()
-        if index >= self._strings_max:  # the event is still written, with `_OTHER`
-            return layout.STRING_OTHER
-        encoded = text.encode("utf-8", "replace")[: layout.STRING_MAX]
-        layout.STRING.pack_into(
-            self.memory, self._strings_offset + index * layout.STRING_BYTES, encoded, len(encoded)
-        )
-        self._strings[text] = index + 1
-        return index + 1
+    def _write_empty_cell(self) -> int:
+        """Writes a cell without an event, and returns its number."""
+        cell = self._next_cell()
+        offset = layout.PAGE + cell % self._cells * layout.CELL_BYTES
+        layout.CELL.pack_into(self.memory, offset, cell + 1, layout.VOID_CODE, 0, 1, 0, b"", cell + 1)
+        return cell

@@ -29,7 +29,6 @@ from otel_infer.export.spans.batch_sender import BatchSender
 from otel_infer.export.spans.exporter import OtlpSpanExporter, encode_resource_and_scope
 from otel_infer.ringbuffer import directory, ledger
 from otel_infer.ringbuffer.events import Value
-from otel_infer.ringbuffer.ledger import RequestLedger
 from otel_infer.ringbuffer.merged_reader import MergedReader
 from otel_infer.sidecar import launcher
 from otel_infer.sidecar.crash_recovery import SEND_TIMEOUT_S, CrashRecovery
@@ -164,7 +163,7 @@ class Sidecar:
         """
         self._lock, self._folder = lock, lock.path.parent
         self._is_persistent, self._stopped = stays, False
-        self._rings = MergedReader(_open_ledger(self._folder))
+        self._rings = MergedReader(ledger.open_ledger(self._folder))
         self._service = ServiceResource(self._folder, resource)
         self._flight_recorder = FlightRecorder(
             self._folder, settings.dump_on_slo, bool(settings.dump_on_slo), settings.slo
@@ -263,7 +262,10 @@ class Sidecar:
         before, self._read_at = self._read_at, now
         if self._pipeline.run_cycle(now) or flushes:
             self._busy_at = now
-        is_calm = self._rings.fill_ratio * LIGHT_LOAD_READ_NS <= LIGHT_LOAD_FILL * (now - before)
+        is_calm = (
+            not self._rings.has_small_rings()
+            and self._rings.fill_ratio * LIGHT_LOAD_READ_NS <= LIGHT_LOAD_FILL * (now - before)
+        )
         # Half a cycle early, so that a wake-up slightly before the due time still reads.
         self._read_due = now + (LIGHT_LOAD_READ_NS - CYCLE_NS // 2 if is_calm else 0)
         self._flight_recorder.process_dump_requests(now)
@@ -317,14 +319,6 @@ class Sidecar:
         if read_status(self._folder / directory.OWNER_LOCK) is not None:
             return 0  # `otel-infer run` and its children have ended
         return LINGER_NS if self._rings.has_seen_rings else ORPHAN_NS
-
-
-def _open_ledger(folder: Path) -> RequestLedger:
-    try:
-        return ledger.open_ledger(folder)
-    except OSError as error:  # for example a full tmpfs
-        log.warning("requests are counted in this process only: %s", error)
-        return RequestLedger()
 
 
 def _make_recovery(folder: Path, settings: Config, resource: dict[str, Value]) -> CrashRecovery | None:

@@ -29,8 +29,14 @@ NAMES = sorted(path.name.removesuffix(".json.gz") for path in FOLDER.glob("*.jso
 PAGE = ROOT / "docs" / "reference" / "renamed-names.md"
 PROSE = {"evidence", "complaint", "meaning", "change", "note"}
 """Keys of `explain` whose values are sentences."""
-VOLATILE = ("infer.self.cpu", "infer.self.memory", "infer.self.steps.share", "infer.self.lost")
-"""Figures of this process, and reasons of losses, which have a series before their first loss."""
+VOLATILE = (
+    "infer.self.cpu",
+    "infer.self.memory",
+    "infer.self.steps.share",
+    "infer.self.lost",
+    "infer.self.requests",
+)
+"""Figures of this process, and counts that were added since: losses by reason, and what became of requests."""
 
 
 def renamed() -> dict[str, str]:

@@ -340,6 +340,7 @@ _HANDLERS: dict[type, Callable[[OpenRequest, Any], None]] = {
     ring_events.LinkDescribed: _describe_link,
     ring_events.HttpDescribed: OpenRequest._set_http_attributes,
     ring_events.SpanUnseen: lambda request, event: setattr(request, "unseen", True),
+    ring_events.StepsUnrecorded: lambda request, event: request.mark_steps_lost(),
     ring_events.NameUpdated: lambda request, event: setattr(request, "span_name", event.name),
     ring_events.StateCarried: lambda request, event: setattr(request, "tracestate", event.tracestate),
 }

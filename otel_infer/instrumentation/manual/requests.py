@@ -78,6 +78,7 @@ class request(TracedScope):  # noqa: N801 - used like a function
         self.new_scope = functools.partial(request, operation, model=model, headers=headers)
         self._live: request_span.RequestSpan | None = None
         self._packed = bytes(4)
+        self.misses_steps = False
         self._owns_request = False
         self._token: Any = None
 

@@ -46,6 +46,14 @@ class _ThreadLoop(threading.local):
 _thread_loop = _ThreadLoop()
 
 
+def _record_missing_steps(batch: Sequence[request]) -> None:
+    """Records once per request that its steps are not recorded, if they are not for want of room."""
+    for member in batch:
+        if recorder.active and not member.misses_steps:
+            member.misses_steps = True
+            recorder.record_missing_steps(int.from_bytes(member._packed, "little"))
+
+
 class step:  # noqa: N801 - used like a function
     """One forward pass over a batch of requests, as a `with` block. The step lasts from its start to its end.
 
@@ -91,6 +99,8 @@ class step:  # noqa: N801 - used like a function
                     members, (), column, used, total, len(members), waiting
                 )
                 self._writer = writer
+            else:
+                _record_missing_steps(self._batch)
         except Exception as exc:
             if _thread_loop.loop is not None:
                 # The change may be written partly, so the next step is recorded as a whole batch.

@@ -130,7 +130,9 @@ def _begin_generation(call: Call) -> GenerationRun | None:
         request.record_submitted(ENGINE, sequences, prompt * rows, get_setting(call, "max_new_tokens"))
     already_submitted.set(False)
     writer = recorder.acquire_batch_writer(ENGINE)
-    if writer is not None:
+    if writer is None:
+        recorder.record_missing_steps(request.handle)
+    else:
         writer.pack_handles = _pack_handles
     return GenerationRun(request, own, writer, rows, prompt)
 

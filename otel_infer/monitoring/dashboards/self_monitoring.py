@@ -96,6 +96,41 @@ def _hooks_and_drops_row() -> DashboardRow:
                 empty="no hooks yet",
             ),
             panels.timeseries_panel(
+                "Requests by what became of them",
+                PanelDescription(
+                    "Requests per second: offered, exported, not sampled, redundant, and lost by reason. Offered is the sum of the "
+                    "others, but for requests that are still open.",
+                    "where lost grows, `otel-infer doctor` shows the counts and what to do.",
+                ),
+                [
+                    PanelQuery(PROMQL.rate(semconv.SELF_REQUESTS_OFFERED), "offered"),
+                    PanelQuery(
+                        PROMQL.rate(semconv.SELF_REQUESTS, by=(semconv.EXPORT_RESULT,)),
+                        legend_format(semconv.EXPORT_RESULT),
+                    ),
+                    PanelQuery(
+                        PROMQL.rate(semconv.SELF_REQUESTS_LOST, by=(semconv.LOSS_REASON,)),
+                        f"lost: {legend_format(semconv.LOSS_REASON)}",
+                    ),
+                ],
+                unit="reqps",
+                size=(12, 8),
+            ),
+            panels.timeseries_panel(
+                "Requests that are open",
+                PanelDescription(
+                    "Requests in flight, held for a decision, or waiting to be sent.",
+                    "if it only grows, requests never end; above 4,096 in a process further ones are not recorded.",
+                ),
+                [
+                    PanelQuery(
+                        PROMQL.aggregate_gauge(semconv.SELF_REQUESTS_OPEN, by=("instance",)), "{{instance}}"
+                    )
+                ],
+                unit="short",
+                size=(12, 8),
+            ),
+            panels.timeseries_panel(
                 "Lost, by reason",
                 PanelDescription(
                     "Lost per second. `steps_over_budget`: step spans beyond the budget; their requests are exported.",

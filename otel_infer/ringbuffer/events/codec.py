@@ -47,6 +47,7 @@ from otel_infer.ringbuffer.events.requests import (
     SpanUnseen,
     StageEnded,
     StateCarried,
+    StepsUnrecorded,
     TokenReached,
     TokensDrafted,
 )
@@ -118,6 +119,7 @@ REQUEST_LAYOUTS: tuple[EventLayout, ...] = (
     _make_layout(37, BytesMoved, "q q S q B"),
     _make_layout(38, CacheHeld, "q q"),
     _make_layout(39, BlocksSized, "q S I H I"),
+    _make_layout(42, StepsUnrecorded, "q"),
 )
 LAYOUT_BY_EVENT: Mapping[type, EventLayout] = {layout.event: layout for layout in REQUEST_LAYOUTS}
 LAYOUT_BY_CODE: Mapping[int, EventLayout] = {layout.code: layout for layout in REQUEST_LAYOUTS}

@@ -258,6 +258,12 @@ class SpanUnseen(NamedTuple):
     at: int
 
 
+class StepsUnrecorded(NamedTuple):
+    """Steps of the request are not recorded, because there was no room for another step ring."""
+
+    at: int
+
+
 class HttpDescribed(NamedTuple):
     """HTTP details from fixed vocabularies: a known method, scheme, and route template ("" = no route)."""
 
@@ -283,6 +289,6 @@ REQUEST_EVENTS = (
     RequestArrived, StageEnded, BytesMoved, CacheHeld, RequestSubmitted, RequestReceived, RequestScheduled,
     RequestPreempted, PrefixRead, TokensDrafted, TokenReached, FirstTokenSent, ResponseStarted, EngineFinished,
     RequestEnded, ExchangeEnded, AttributeSet, SpanEventAdded, SpanLinked, LinkDescribed, NameUpdated,
-    StateCarried, SpanUnseen, HttpDescribed,
+    StateCarried, SpanUnseen, StepsUnrecorded, HttpDescribed,
 )  # fmt: skip
 """The types that this module defines."""

@@ -21,6 +21,8 @@ RESCAN_INTERVAL_NS = 250_000_000
 """Time between look-ups of the engines' threads."""
 MIN_QUIET_NS = 1_000_000
 """A shorter idle time is not recorded separately."""
+MAX_THREADS = 64
+"""Threads that are read. Where more run steps, few of them have a CPU at a time, and a reading costs 10 µs each."""
 _TICK_NS = 1_000_000_000 // os.sysconf("SC_CLK_TCK")
 _FAULTS, _SYSTEM = 7, 12
 """Fields of `stat` after the name: minflt and stime (proc_pid_stat(5))."""
@@ -88,7 +90,7 @@ class EngineThreadProbe:
         now = self._now()
         if now - self._rescanned_at >= RESCAN_INTERVAL_NS:
             self._rescanned_at = now
-            self._update_threads(list(threads()))
+            self._update_threads(list(threads())[:MAX_THREADS])
         recorded: list[events.RecordedEvent] = []
         for thread, files in self._threads.items():
             if files is None:

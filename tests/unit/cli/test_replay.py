@@ -14,7 +14,7 @@ import pytest
 
 from otel_infer.assembly.assembler import Assembler
 from otel_infer.cli import main, replay
-from otel_infer.export.spans import exporter
+from otel_infer.export.spans import batch_sender, exporter
 from otel_infer.ringbuffer import events
 from otel_infer.sidecar.recording import file
 from tests.support.otlp_receiver import OtlpReceiver, status
@@ -212,7 +212,7 @@ def test_slow_destination_receives_the_whole_tape(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(exporter, "BATCH_BYTES", 10_000)
-    monkeypatch.setattr(exporter, "QUEUE_BYTES", 15_000)
+    monkeypatch.setattr(batch_sender, "QUEUE_BYTES", 15_000)
     monkeypatch.setattr(exporter, "STEPS_PER_CALL", 20)
     path = recorded(served(100), tmp_path / "a.tape")
     assert main(["replay", "--send", str(path)]) == 0

@@ -22,6 +22,7 @@ from otel_infer.ringbuffer.arena import FileArena, MemoryArena
 from otel_infer.ringbuffer.batch_writer import BatchWriter, HandleTable
 from otel_infer.ringbuffer.merged_reader import LIVENESS_NS, MergedReader
 from otel_infer.ringbuffer.reader import RequestReader
+from otel_infer.ringbuffer.step_rings import StepRingAllocator
 from otel_infer.ringbuffer.step_writer import StepWriter
 from otel_infer.ringbuffer.writer import RequestWriter
 
@@ -607,3 +608,26 @@ def test_writers_are_processes_with_locked_ring_files(folder: Path) -> None:
         process.kill()
         assert rings.list_writers() == []
         rings.close(remove=False)
+
+
+def test_steps_of_many_engine_threads_are_read_from_few_files() -> None:
+    """Rings are taken while the reader runs, and each has its own number and batch."""
+    arena, rings = MemoryArena(), MergedReader()
+    RequestWriter(arena, "1-a", "server")
+    allocator = StepRingAllocator(arena, "1-a")
+    now, numbers, steps = 1_000, list[int](), 0
+    for round_number in range(3):
+        for _ in range(60):
+            step_writer, number = allocator.create_writer("toy")
+            batch = BatchWriter(step_writer, HandleTable(), number)
+            batch.write_done(batch.write_scheduled([number]))
+        now += SECOND
+        for name, memory in arena.buffers:
+            rings.add_ring(name, memory, now)
+        for recorded in rings.poll(now, final=True):
+            if isinstance(recorded.event, events.EngineSeen):
+                numbers.append(recorded.event.ring_number)
+            steps += isinstance(recorded.event, events.StepScheduled)
+        assert sorted(numbers) == list(range(1, 60 * (round_number + 1) + 1))
+    assert steps == 180
+    assert sum(name.endswith(layout.SUFFIX_STEPS) for name, _ in arena.buffers) < 20

@@ -18,7 +18,8 @@ from otel_infer.ringbuffer import events, layout, recorder
 from otel_infer.ringbuffer.arena import FileArena, MemoryArena, RingUnavailable
 from otel_infer.ringbuffer.merged_reader import MergedReader
 from otel_infer.ringbuffer.reader import RequestReader
-from otel_infer.ringbuffer.recorder import Recorder
+from otel_infer.ringbuffer.recorder import RETRY_NS, Recorder
+from otel_infer.ringbuffer.step_rings import RESERVED_BYTES
 
 ENDED = events.RequestEnded(9, events.OK, "", 200, 0, 0, 0)
 
@@ -358,18 +359,42 @@ def test_an_unavailable_step_ring_is_requested_once(
     with caplog.at_level(logging.WARNING, "otel_infer"):
         assert [None] * 5 == [recording.acquire_batch_writer("toy") for _ in range(5)]
     assert len(requested) == 1
-    assert (count_unrecorded(arenas.made[0]), count_lost(arenas.made[0])) == (1, 0)
+    assert (count_unrecorded(arenas.made[0]), count_lost(arenas.made[0])) == (0, 0)
     assert len(caplog.records) == 1
 
 
-def test_engines_beyond_the_limit_are_unrecorded_and_counted(recording: Recorder, arenas: Arenas) -> None:
-    writers = [
-        recording.acquire_batch_writer(f"engine {number}") for number in range(recorder.MAX_STEP_RINGS + 3)
-    ]
-    assert [batch_writer is not None for batch_writer in writers] == [True] * recorder.MAX_STEP_RINGS + [
-        False
-    ] * 3
-    assert (count_unrecorded(arenas.made[0]), count_lost(arenas.made[0])) == (1, 0)
+def test_a_thousand_engine_threads_have_a_ring_each(recording: Recorder, arenas: Arenas) -> None:
+    """Their rings lie in few files, because each file takes a descriptor, and leave room for other processes."""
+    writers = [recording.acquire_batch_writer("toy") for _ in range(1_000)]
+    assert all(writers)
+    assert [writer.number for writer in writers if writer is not None] == list(range(1, 1_001))
+    arena = arenas.made[0]
+    assert sum(name.endswith(layout.SUFFIX_STEPS) for name, _ in arena.buffers) < 100
+    assert arena.remaining_bytes() >= RESERVED_BYTES
+
+
+def test_steps_without_room_for_a_ring_are_counted_per_request(
+    recording: Recorder, arenas: Arenas, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert recording.acquire_batch_writer("toy") is not None
+    monkeypatch.setattr(MemoryArena, "can_allocate", lambda arena, size: False)
+    assert recording.acquire_batch_writer("toy") is None
+    for number in range(3):
+        recording.record_missing_steps(recording.open_request(arrival(number)))
+    assert (count_unrecorded(arenas.made[0]), count_lost(arenas.made[0])) == (3, 0)
+
+
+def test_room_for_a_step_ring_is_looked_for_again(
+    recording: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert recording.acquire_batch_writer("toy") is not None
+    now = _clock.now()
+    with monkeypatch.context() as full:
+        full.setattr(MemoryArena, "can_allocate", lambda arena, size: False)
+        assert recording.acquire_batch_writer("toy") is None
+    assert recording.acquire_batch_writer("toy") is None, "not at each step"
+    monkeypatch.setattr(_clock, "now", lambda: now + 2 * RETRY_NS)
+    assert recording.acquire_batch_writer("toy") is not None
 
 
 def test_a_released_batch_writer_is_reused(recording: Recorder) -> None:

@@ -131,7 +131,7 @@ def test_a_real_engine_thread_is_sampled(tmp_path: Path) -> None:
             break
         time.sleep(0.02)
     (process,) = rings._processes.values()
-    (steps, *_) = process.engines[0]
+    steps = process.engines[0]
     assert int(steps.header.words[layout.W_THREAD]) == working.native_id
     # A process does not see its own ring locks as held, so the test lists the thread itself.
     probe, threads = EngineThreadProbe(), [(steps.ring, os.getpid(), os.getpid(), working.native_id or 0)]
