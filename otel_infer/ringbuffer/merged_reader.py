@@ -248,17 +248,11 @@ class MergedReader:
         return flushes
 
     def complete_flushes(self, flushes: list[tuple[int, int]], refused: Collection[int] = ()) -> None:
-        """Marks these flushes as done in the rings of their writers.
-
-        `refused`: rings of processes for which a receiver refused something.
-        """
+        """Marks these flushes as done; `refused`: rings of processes of which a receiver refused something."""
         numbers = dict(flushes)
         for process in self._processes.values():
             if process.ring in numbers:
-                words, number = process.reader.header.words, np.uint64(numbers[process.ring])
-                if process.ring in refused:
-                    words[layout.W_FLUSH_REFUSED] = number
-                words[layout.W_FLUSH_DONE] = number
+                process.complete_flush(numbers[process.ring], process.ring in refused)
 
     def read_counts(self) -> Counter[str]:
         """Returns what all processes counted so far: `errors` (probes that raised), `unrecorded` (requests,

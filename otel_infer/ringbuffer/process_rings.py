@@ -6,6 +6,8 @@ import fcntl
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
+
 from otel_infer.ringbuffer import layout
 from otel_infer.ringbuffer.reader import RequestReader
 from otel_infer.ringbuffer.step_reader import StepFile, StepReader
@@ -47,6 +49,13 @@ class ProcessRings:
             unrecorded=int(words[layout.W_UNRECORDED]) + lost,
             values_cut=int(words[layout.W_VALUES_CUT]),
         )
+
+    def complete_flush(self, number: int, is_refused: bool) -> None:
+        """Marks a flush of this process as done. `is_refused`: a receiver refused something of it."""
+        words = self.reader.header.words
+        if is_refused:
+            words[layout.W_FLUSH_REFUSED] = np.uint64(number)
+        words[layout.W_FLUSH_DONE] = np.uint64(number)
 
     def is_dead(self) -> bool:
         if self.descriptor < 0:
