@@ -62,7 +62,7 @@ class _Installation:
             launcher.RestartBackoff(),
             process_start.ProcessStartRecorder(),
         )
-        os.register_at_fork(after_in_child=self._reset_after_fork)
+        os.register_at_fork(before=self._prepare_fork, after_in_child=self._reset_after_fork)
 
     # ── install and remove ───────────────────────────────────────────────────────────────────────────────────────
 
@@ -76,7 +76,8 @@ class _Installation:
             return self._install_hooks(provider, names)
         except Exception as reason:  # for example a bad standard variable; the server runs uninstrumented
             self.uninstrument()
-            _print_stderr(f"otel_infer: not instrumented: {type(reason).__name__}: {reason}")
+            message = environment.mask_configured_secrets(f"{type(reason).__name__}: {reason}")
+            _print_stderr(f"otel_infer: not instrumented: {message}")
             return False
 
     def _install_hooks(self, provider: TracerProvider | None, names: Sequence[str]) -> bool:
@@ -97,7 +98,7 @@ class _Installation:
             self._ensure_reader,
             self._create_fallback_arena,
             self._detect_role,
-            lambda: self._start_recorder.make_event(),
+            lambda: self._start_recorder.make_event(joins=self.folder is not None),
         )
         selected, disabled = (
             set(names or self.settings.integrations),
@@ -197,7 +198,8 @@ class _Installation:
         if self.folder is not None:  # from the parent that forked this process: one sidecar reads both
             with contextlib.suppress(RingUnavailable):  # this process runs as another user
                 return directory.ensure_private_folder(self.folder)
-        return directory.create_server_folder()
+        family = self._start_recorder.family
+        return directory.create_server_folder(token=family.folder_token if family is not None else "")
 
     def _create_fallback_arena(self, reason: str) -> Arena | None:
         if self.folder is not None and not self.settings.rings:
@@ -256,6 +258,8 @@ class _Installation:
     def _ensure_sidecar(self, folder: Path) -> None:
         if self.sidecar is not None and self.sidecar.poll() is None:
             self._notices.print_new(folder)
+            if recorder.are_rings_unreachable():  # another user renamed their folder before they were read
+                recorder.discard_rings()
             return
         if directory.is_held(folder / directory.SIDECAR_LOCK) or directory.is_held(
             folder / directory.OWNER_LOCK
@@ -301,7 +305,9 @@ class _Installation:
             _print_stderr(launcher.describe_end(folder))
         self._restarts.record_start(_clock.now())
         try:
-            self.sidecar = launcher.start_sidecar(folder, self.settings, detect_resource(), claim)
+            family = self._start_recorder.family
+            resource = detect_resource(family.instance_id if family is not None else "")
+            self.sidecar = launcher.start_sidecar(folder, self.settings, resource, claim)
             self._had_reader = True
         except launcher.SidecarStartError as reason:
             if self._had_reader:  # a sidecar ran here before, so this failure may be temporary
@@ -316,11 +322,15 @@ class _Installation:
         if integration.is_engine:
             recorder.ensure_rings()
 
+    def _prepare_fork(self) -> None:
+        if self.installed and self.provider is None:
+            self._start_recorder.prepare_fork()
+
     def _reset_after_fork(self) -> None:
         self._lock, self._restarts, self._start_recorder = (
             threading.Lock(),
             launcher.RestartBackoff(),
-            process_start.ProcessStartRecorder(),
+            process_start.ProcessStartRecorder(self._start_recorder.family),
         )
         self._close_claim()  # of a start in the parent process
         for child in (*self._old_sidecars, *filter(None, (self.sidecar,))):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 
 from otel_infer._version import VERSION
 from otel_infer.config.environment import Config
+from otel_infer.config.redaction import redact_url
 from otel_infer.instrumentation.hooks.instrumentor import InstrumentorStatus
 
 BYTES_PER_STEP_SPAN = 125
@@ -39,12 +39,12 @@ def format_message(
 def _format_destination(settings: Config) -> str:
     places = []
     spans = (
-        f"{_redact_endpoint(settings.traces_endpoint)} ({settings.traces_protocol})"
+        f"{redact_url(settings.traces_endpoint) or 'localhost'} ({settings.traces_protocol})"
         if settings.exports_spans
         else ""
     )
     metrics = (
-        f"{_redact_endpoint(settings.metrics_endpoint)} ({settings.metrics_protocol})"
+        f"{redact_url(settings.metrics_endpoint) or 'localhost'} ({settings.metrics_protocol})"
         if settings.exports_metrics
         else ""
     )
@@ -63,11 +63,6 @@ def _format_destination(settings: Config) -> str:
     }
     places += [f"{label} {target}" for label, target in others.items() if target]
     return ", ".join(places) or "nothing is exported"
-
-
-def _redact_endpoint(endpoint: str) -> str:
-    """Returns an endpoint without credentials and query, because many people can read logs."""
-    return re.sub(r"(?<=://)[^/\s]*@", "", endpoint).partition("?")[0] or "localhost"
 
 
 def _format_volume(settings: Config) -> str:

@@ -64,6 +64,7 @@ class Assembler:
             events.RequestEnded: self._end_request,
             events.HooksReported: self.processes.set_hooks,
             events.WaitingSeen: self.processes.set_waiting,
+            events.HttpServed: self._add_untraced,
             events.PauseSeen: self._add_pause,
             events.MarkSeen: self._add_mark,
             events.StepExecuted: self._add_execution,
@@ -278,6 +279,10 @@ class Assembler:
         self._pauses.add_pause(ring, event, is_new)
         self._startups.apply_event(ring, handle, event)
 
+    def _add_untraced(self, ring: int, handle: int, event: events.HttpServed) -> None:
+        if event.at > self._processed_until.get(ring, 0):
+            self.processes.add_untraced(event)
+
     def _add_mark(self, ring: int, handle: int, event: events.MarkSeen) -> None:
         self._pauses.add_mark(ring, event, is_new=event.at > self._processed_until.get(ring, 0))
 
@@ -312,6 +317,7 @@ class Assembler:
         if engine is not None:
             self._startups.serving.add(engine.process)
             engine.begin_step(event)
+            self.events_lost, engine.forgotten = self.events_lost + engine.forgotten, 0
             if engine.batch_unknown:
                 self._mark_steps_lost(engine)
 

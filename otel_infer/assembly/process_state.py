@@ -1,4 +1,6 @@
-"""Stores the latest state of each process: active hooks, and requests that its scheduler holds back. Pure."""
+"""Stores the latest state of each process: active hooks, requests that its scheduler holds back, and the HTTP
+requests without a span. Pure.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +16,7 @@ class ProcessState:
     def __init__(self) -> None:
         self.hooks: dict[tuple[int, str], tuple[int, int]] = {}
         self._waiting: dict[tuple[int, str], int] = {}
+        self._untraced: list[events.HttpServed] = []
 
     def set_hooks(self, ring: int, handle: int, event: events.HooksReported) -> None:
         """Sets the number of hooks of one integration."""
@@ -29,6 +32,15 @@ class ProcessState:
         for (_, reason), requests in self._waiting.items():
             counts[reason] += requests
         return counts
+
+    def add_untraced(self, event: events.HttpServed) -> None:
+        """Adds an HTTP request that has no span."""
+        self._untraced.append(event)
+
+    def drain_untraced(self) -> list[events.HttpServed]:
+        """Returns the HTTP requests without a span since the last call."""
+        untraced, self._untraced = self._untraced, []
+        return untraced
 
     def remove_process(self, ring: int) -> None:
         """Removes a process."""

@@ -11,7 +11,7 @@ ASGI server, only HTTP requests do.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from otel_infer import semconv
 from otel_infer.assembly.records.process import Phase, StartRecord
@@ -27,6 +27,9 @@ ENGINES = ("vllm", "transformers", "torch")
 MAX_PHASES = 1024
 """Phases stored per start."""
 
+
+IMPORT_GAP_NS = 1_000_000_000
+"""Between two watched imports: other modules are imported, or the process idles, which cannot be told apart."""
 
 STARTUP_EVENTS = (
     events.ProcessStarted,
@@ -59,9 +62,16 @@ class StartupTracker:
         """Applies an event of a process."""
         start = self._startups.get(ring)
         if isinstance(event, events.ProcessStarted):
-            self._startups[ring] = ProcessStartup(event, *self._processes.get(ring, (0, 0, "")))
+            start = self._find_shared(event) or ProcessStartup(event, *self._processes.get(ring, (0, 0, "")))
+            start.add_process(ring, event)
+            self._startups[ring] = start
         elif start is not None:
-            start.apply_event(event)
+            start.apply_event(ring, event)
+
+    def _find_shared(self, event: events.ProcessStarted) -> ProcessStartup | None:
+        """Returns the start that this process, or one that it was forked with, has begun already."""
+        ids = event.trace_id, event.span_id
+        return next((start for start in self._startups.values() if start.ids == ids), None)
 
     def record_arrival(self, ring: int, event: events.RequestArrived) -> tuple[bytes, bytes] | None:
         """Records an arrival. Returns trace and span id of the start for the first served request, else None."""
@@ -78,7 +88,7 @@ class StartupTracker:
         start = self._startups.pop(ring, None)
         self.serving.discard(ring)
         if start is not None:
-            start.apply_event(event)
+            start.apply_event(ring, event)
             self._finished += start.take_record(start.ended_at)
 
     def drain_starts(self, horizon: int) -> list[StartRecord]:
@@ -90,7 +100,7 @@ class StartupTracker:
 
 
 class ProcessStartup:
-    """The start of one process. `ended_at`: 0 while it is not over.
+    """The start of one process, or of a process and those that it forked. `ended_at`: 0 while it is not over.
 
     `behind_server`: an ASGI server runs the application, so its lifespan reports when it is ready.
     """
@@ -101,15 +111,16 @@ class ProcessStartup:
         self._reported_until = reported_until
         self._role = role
         self._parent = b"" if start_event.parent_span_id == NO_SPAN_ID else start_event.parent_span_id
-        self._imports: list[tuple[int, str]] = []
+        self._imports: list[_Import] = []
         self._phases: list[Phase] = []
-        self._open_phases: list[events.PhaseBegan] = []
+        self._open_phases: list[tuple[int, events.PhaseBegan]] = []
+        self._living: set[int] = set()
         self._engine = self._ready_by = self._error_type = ""
         self.behind_server = self._abandoned = False
         self._engine_ready_at = 0
         self.ended_at = 0
         self._is_reported = self._is_served = False
-        self._handlers: dict[type, Callable[[Any], None]] = {
+        self._handlers: dict[type, Callable[[int, Any], None]] = {
             events.ModuleImported: self._add_import,
             events.PhaseBegan: self._begin_phase,
             events.PhaseEnded: self._end_phase,
@@ -128,10 +139,16 @@ class ProcessStartup:
         """Whether the process is not known to be ready yet."""
         return not self.ended_at and (self.behind_server or not self._engine_ready_at)
 
-    def apply_event(self, event: Any) -> None:
-        """Applies an event of the process; events after the start are ignored."""
+    def add_process(self, ring: int, event: events.ProcessStarted) -> None:
+        """Adds a process with this ring. The start began with the first of them."""
+        self._living.add(ring)
+        if not self.ended_at and event.at < self._start_event.at:
+            self._start_event = event
+
+    def apply_event(self, ring: int, event: Any) -> None:
+        """Applies an event of a process; events after the start are ignored."""
         if not self.ended_at:
-            self._handlers[type(event)](event)
+            self._handlers[type(event)](ring, event)
 
     def record_arrival(self, event: events.RequestArrived) -> bool:
         """Records an arrival. Returns whether it is the first served request."""
@@ -155,11 +172,10 @@ class ProcessStartup:
     def _build_record(self) -> StartRecord:
         inside = [phase for phase in self._phases if phase.ended_at <= self.ended_at]
         begun = [phase.started_at for phase in inside if phase.name in (events.WEIGHTS, events.READY)]
-        until = min([self.ended_at, *begun, *(event.at for event in self._open_phases)])
-        imported = [(at, name) for at, name in self._imports if self._start_event.at < at <= until]
-        if imported:
-            inside.append(Phase(semconv.SPAN_IMPORTS, self._start_event.at, max(imported)[0]))
-        last_of_each = {name: at for at, name in sorted(imported)}
+        until = min([self.ended_at, *begun, *(event.at for _, event in self._open_phases)])
+        imported = [known for known in self._imports if self._start_event.at < known.at <= until]
+        inside += _build_import_phases(imported, self._start_event.at)
+        last_of_each = {known.package: known.at for known in sorted(imported)}
         return StartRecord(
             *self.ids,
             pid=self._pid,
@@ -178,17 +194,17 @@ class ProcessStartup:
 
     # ── events ──────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _add_import(self, event: events.ModuleImported) -> None:
+    def _add_import(self, ring: int, event: events.ModuleImported) -> None:
         package = event.module.partition(".")[0]
-        self._imports.append((event.at, package))
+        self._imports.append(_Import(event.at, package, event.started_at))
         self.behind_server = self.behind_server or package in ASGI_SERVERS
 
-    def _begin_phase(self, event: events.PhaseBegan) -> None:
-        self._open_phases.append(event)
+    def _begin_phase(self, ring: int, event: events.PhaseBegan) -> None:
+        self._open_phases.append((ring, event))
         self.behind_server = self.behind_server or event.phase == events.READY
 
-    def _end_phase(self, event: events.PhaseEnded) -> None:
-        begun = events.PhaseBegan(event.started_at, event.phase)
+    def _end_phase(self, ring: int, event: events.PhaseEnded) -> None:
+        begun = ring, events.PhaseBegan(event.started_at, event.phase)
         if begun in self._open_phases:
             self._open_phases.remove(begun)
         if len(self._phases) < MAX_PHASES and event.started_at < event.at:
@@ -202,7 +218,7 @@ class ProcessStartup:
         else:
             self._set_end(event.at, "" if event.error_type else event.by, event.error_type)
 
-    def _add_pause(self, event: events.PauseSeen) -> None:
+    def _add_pause(self, ring: int, event: events.PauseSeen) -> None:
         if event.cause in semconv.STARTUP_PAUSES and len(self._phases) < MAX_PHASES:
             self._phases.append(Phase(event.cause, event.started_at, event.at))
 
@@ -221,19 +237,32 @@ class ProcessStartup:
             self._set_end(at, events.BY_ENGINE)
         return bool(at)
 
-    def _end_on_exit(self, event: events.ProcessLeft) -> None:
+    def _end_on_exit(self, ring: int, event: events.ProcessLeft) -> None:
         """Ends the start. A process that exits without any failure was a script and no server."""
-        if not self._end_if_engine_ready():
-            failed = self._last_failed_phase()
-            error_type = event.error_type or (failed.error_type if failed else "")
-            self._abandoned = not error_type
-            self._set_end(event.at, "", error_type)
+        self._living.discard(ring)
+        if self._end_if_engine_ready() or (self._living and not event.error_type):
+            return
+        failed = self._last_failed_phase()
+        error_type = event.error_type or (failed.error_type if failed else "")
+        self._abandoned = not error_type
+        self._set_end(event.at, "", error_type)
 
-    def _end_on_death(self, event: events.ProcessDied) -> None:
-        """Ends the start. A process that died without a phase may have been no server, so it is not reported."""
-        if not self._end_if_engine_ready():
-            self._abandoned = not (self._phases or self._open_phases)
-            self._set_end(event.at, "", semconv.ERROR_PROCESS_DIED)
+    def _end_on_death(self, ring: int, event: events.ProcessDied) -> None:
+        """Ends the start. Only a phase that was open, or an ASGI server that was not ready, shows a failure.
+
+        Other processes end without a word on a normal stop: SIGTERM ends a gRPC server, and a child of
+        `multiprocessing` exits without the functions of `atexit`.
+        """
+        self._living.discard(ring)
+        interrupted = any(opened_by == ring for opened_by, _ in self._open_phases)
+        if self._end_if_engine_ready() or (self._living and not interrupted):
+            return
+        failed = self._last_failed_phase()
+        error_type = failed.error_type if failed else ""
+        if interrupted or (self.behind_server and self._phases):
+            error_type = semconv.ERROR_PROCESS_DIED
+        self._abandoned = not error_type
+        self._set_end(event.at, "", error_type)
 
     def _last_failed_phase(self) -> Phase | None:
         """Returns the last phase that failed; None if none did."""
@@ -242,8 +271,32 @@ class ProcessStartup:
     def _find_failed_phase(self) -> str:
         """Returns the phase that was open at the end, else the last one that failed; empty if there is none."""
         failed = self._last_failed_phase()
-        return self._open_phases[-1].phase if self._open_phases else failed.name if failed else ""
+        return self._open_phases[-1][1].phase if self._open_phases else failed.name if failed else ""
 
     def _find_imported_engine(self) -> str:
-        names = {name for _, name in self._imports}
+        names = {known.package for known in self._imports}
         return next((engine for engine in ENGINES if engine in names), "")
+
+
+class _Import(NamedTuple):
+    """The import of a watched package. `started_at`: 0 = not seen, so it may have begun with the process."""
+
+    at: int
+    package: str
+    started_at: int
+
+
+def _build_import_phases(imported: list[_Import], process_started_at: int) -> list[Phase]:
+    """Returns the times in which watched packages were imported, from the start of the process on.
+
+    Gaps up to `IMPORT_GAP_NS` are a part of them. A longer one is idle time, or belongs to other modules.
+    """
+    phases: list[Phase] = []
+    for known in sorted(imported):
+        started_at = max(known.started_at, process_started_at)
+        while phases and started_at <= phases[-1].ended_at + IMPORT_GAP_NS:
+            started_at = min(started_at, phases.pop().started_at)
+        if started_at <= process_started_at + IMPORT_GAP_NS:
+            started_at = process_started_at
+        phases.append(Phase(semconv.SPAN_IMPORTS, started_at, known.at))
+    return phases

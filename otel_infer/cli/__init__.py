@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from otel_infer._version import VERSION
 from otel_infer.cli.errors import CommandError
+from otel_infer.config.redaction import replace_controls
 from otel_infer.config.settings import SETTINGS, InvalidSetting
 
 BROKEN_PIPE_STATUS = 128 + signal.SIGPIPE
@@ -63,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         status: int = parsed.run(parsed)
         sys.stdout.flush()
     except CommandError as error:
-        print(f"otel-infer {parsed.command}: {error}", file=sys.stderr)
+        print(f"otel-infer {parsed.command}: {replace_controls(str(error))}", file=sys.stderr)
         return 2
     except InvalidSetting as error:
         print(f"otel-infer: {error}", file=sys.stderr)

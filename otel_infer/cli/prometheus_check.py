@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from otel_infer import semconv
 from otel_infer._version import VERSION
+from otel_infer.config.environment import mask_configured_secrets
 from otel_infer.monitoring import dashboards
 from otel_infer.monitoring.dashboards.dashboard import resolve_variables
 from otel_infer.semconv import prometheus
@@ -163,10 +164,11 @@ def _print_results(
             counts[result.outcome] += 1
             if arguments.all or result.outcome != DATA:
                 print(
-                    f"{result.outcome:6} {result.location}" + (f": {result.reason}" if result.reason else "")
+                    f"{result.outcome:6} {result.location}"
+                    + (f": {mask_configured_secrets(result.reason)}" if result.reason else "")
                 )
     except PrometheusError as reason:
-        print(f"otel-infer: {reason}", file=sys.stderr)
+        print(f"otel-infer: {mask_configured_secrets(str(reason))}", file=sys.stderr)
         return 2
     print(f"{counts[DATA]} with data, {counts[EMPTY]} empty, {counts[ERROR]} rejected")
     return 1 if counts[ERROR] else 0

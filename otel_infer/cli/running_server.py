@@ -9,8 +9,8 @@ from pathlib import Path
 
 from otel_infer.cli.errors import CommandError
 from otel_infer.config import environment
+from otel_infer.config.redaction import replace_controls
 from otel_infer.ringbuffer import directory
-from otel_infer.ringbuffer.events.plain_values import replace_controls
 from otel_infer.sidecar.recording import dump_request
 
 

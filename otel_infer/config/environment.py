@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from otel_infer.config import standard_variables, tenancy
+from otel_infer.config.redaction import describe_value, list_secrets, mask_secrets
 from otel_infer.config.settings import SETTINGS, InvalidSetting
 
 _DISABLED_NAMES = ("otel_infer", "*")
@@ -144,7 +145,9 @@ def from_env(environ: Mapping[str, str] | None = None) -> Config:
     """
     environ = os.environ if environ is None else environ
     for variable, expected in standard_variables.find_errors(environ):
-        raise InvalidSetting(f"{variable}={environ[variable].strip()!r}: expected {expected}")
+        raise InvalidSetting(
+            f"{variable}={describe_value(variable, environ[variable].strip())}: expected {expected}"
+        )
     values = standard_variables.read_values(environ)
     for name, setting in SETTINGS.items():
         if environ.get(setting.variable, "").strip():
@@ -178,7 +181,7 @@ def _parse_variable(variable: str, parse: Callable[[str], Any], environ: Mapping
     try:
         return parse(text) if text else None
     except ValueError as expected:
-        raise InvalidSetting(f"{variable}={text!r}: expected {expected}") from None
+        raise InvalidSetting(f"{variable}={describe_value(variable, text)}: expected {expected}") from None
 
 
 def from_env_or_defaults(environ: Mapping[str, str] | None = None) -> tuple[Config, list[str]]:
@@ -198,7 +201,8 @@ def from_env_or_defaults(environ: Mapping[str, str] | None = None) -> tuple[Conf
         if variable.endswith("_ENDPOINT"):  # the default endpoint is not what was meant
             instead = "nothing is sent there"
             remaining.update(standard_variables.without_signals_of(variable))
-        messages.append(f"{variable}={remaining.pop(variable).strip()!r}: expected {expected}; {instead}")
+        value = describe_value(variable, remaining.pop(variable).strip())
+        messages.append(f"{variable}={value}: expected {expected}; {instead}")
     messages += standard_variables.find_warnings(remaining)
     try:
         return from_env(remaining), messages
@@ -249,6 +253,11 @@ def grafana_token() -> str:
     return os.environ.get("GRAFANA_TOKEN", "")
 
 
+def mask_configured_secrets(text: str) -> str:
+    """Returns a text for a log or a terminal, without the credentials that this environment configures."""
+    return mask_secrets(text, list_secrets(os.environ))
+
+
 def is_sidecar() -> bool:
     """Returns whether this process is a sidecar, or a helper of one; neither is instrumented."""
     return SIDECAR_GUARD in os.environ
@@ -296,6 +305,17 @@ def sidecar_environment() -> dict[str, str]:
         **inherited,
         "OTEL_INFER_ENABLED": "off",
         "CUDA_VISIBLE_DEVICES": "",
+    }
+
+
+def read_destination(settings: Config) -> dict[str, dict[str, str]]:
+    """Returns, by exported signal, the variables that determine where the sidecar sends it. They hold secrets."""
+    environ = sidecar_environment()
+    exported = {"TRACES": settings.exports_spans, "METRICS": settings.exports_metrics}
+    return {
+        signal: standard_variables.read_destination(environ, signal)
+        for signal, is_exported in exported.items()
+        if is_exported
     }
 
 

@@ -9,11 +9,14 @@ from typing import Any
 
 from otel_infer.config.standard_variables import replace_invalid
 
+INSTANCE_ID = "service.instance.id"
 
-def detect_resource() -> dict[str, Any]:
+
+def detect_resource(instance_id: str = "") -> dict[str, Any]:
     """Returns the resource of this server, by standard variables and detectors.
 
-    `service.name` is only in it if it is configured.
+    `service.name` is only in it if it is configured. `instance_id`: in place of the id that the SDK generates for
+    each process; one that is configured stays.
     """
     from opentelemetry.sdk.resources import Resource
 
@@ -23,6 +26,8 @@ def detect_resource() -> dict[str, Any]:
     }
     if str(attributes.get("service.name", "")).startswith("unknown_service"):
         del attributes["service.name"]
+    if instance_id and INSTANCE_ID not in os.environ.get("OTEL_RESOURCE_ATTRIBUTES", ""):
+        attributes[INSTANCE_ID] = instance_id
     return attributes
 
 
@@ -31,7 +36,7 @@ def find_given_instance_id(resource: Mapping[str, Any]) -> str:
 
     The SDK generates a UUID for each process, which is not configured.
     """
-    instance = str(resource.get("service.instance.id", ""))
+    instance = str(resource.get(INSTANCE_ID, ""))
     try:
         is_uuid = str(uuid.UUID(instance)) == instance
     except ValueError:

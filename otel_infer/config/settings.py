@@ -223,7 +223,7 @@ SETTINGS: dict[str, Setting] = {
         "",
         "folder for tapes: when 3 requests miss objectives (`OTEL_INFER_SLO`) within 10 s, the sidecar "
         "writes a tape of the last 120 s. At most one per minute, fewer while a breach continues; the "
-        "newest 20 are kept",
+        "newest 20 of breaches are kept",
         _parse_path,
     ),
     "dump_port": Setting(

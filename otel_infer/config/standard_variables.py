@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from otel_infer.config.redaction import redact_url
 from otel_infer.config.settings import (
     parse_choice,
     parse_count,
@@ -50,6 +51,7 @@ PARSERS: dict[str, Callable[[str], Any]] = {
     "OTEL_METRIC_EXPORT_INTERVAL": parse_milliseconds,
 }
 """Standard variables of which only some values are accepted."""
+_DESTINATION = ("ENDPOINT", "HEADERS", "INSECURE", "CERTIFICATE", "CLIENT_KEY", "CLIENT_CERTIFICATE")
 _INSTEAD = {"console": "OTEL_INFER_CONSOLE=on", "prometheus": "OTEL_INFER_METRICS_PORT=9464"}
 """What has the effect of an exporter that is not supported."""
 
@@ -65,7 +67,7 @@ def find_errors(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
         endpoint = _get(environ, variable)
         protocol = _protocol_of(environ, signal)
         if endpoint and protocol != _GRPC and not endpoint.lower().startswith(("http://", "https://")):
-            host = endpoint.rpartition("://")[2]
+            host = redact_url(f"http://{endpoint.rpartition('://')[2]}").removeprefix("http://")
             yield variable, f"http://{host} or https://{host}, or OTEL_EXPORTER_OTLP_{signal}PROTOCOL=grpc"
 
 
@@ -145,6 +147,16 @@ def read_values(environ: Mapping[str, str]) -> dict[str, Any]:
         # The server's value: the sidecar's own hides all devices from every library in the sidecar.
         "visible_devices": environ.get("CUDA_VISIBLE_DEVICES"),
     }
+
+
+def read_destination(environ: Mapping[str, str], signal: str) -> dict[str, str]:
+    """Returns the values that determine where, and with whose credentials, a signal (`TRACES`) is sent."""
+    values = {
+        name: _get(environ, f"OTEL_EXPORTER_OTLP_{signal}_{name}")
+        or _get(environ, f"OTEL_EXPORTER_OTLP_{name}")
+        for name in _DESTINATION
+    }
+    return {**values, "PROTOCOL": _protocol_of(environ, f"{signal}_")}
 
 
 def _get(environ: Mapping[str, str], name: str) -> str:

@@ -1,27 +1,61 @@
-"""Small HTTP servers beside the inference server: one request at a time, on loopback by default."""
+"""Small HTTP servers beside the inference server, on loopback by default.
+
+Each connection has a thread and a deadline. At most `MAX_CONNECTIONS` are open: a further one ends the oldest, so
+idle connections cannot keep others out. On loopback the Host header must name this machine, because a page in a
+browser can have the name of its own server resolved to 127.0.0.1.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import io
+import ipaddress
 import logging
 import threading
 import time
-from http.server import BaseHTTPRequestHandler, HTTPServer
-from socket import AF_INET6, SO_REUSEADDR, SOL_SOCKET, socket
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from socket import AF_INET6, SHUT_RDWR, SO_REUSEADDR, SOL_SOCKET, socket
 from typing import Any
 
 log = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
 CLIENT_TIMEOUT_S, CLOSE_TIMEOUT_S = 5.0, 1.0
+CONNECTION_TIMEOUT_S = 3 * CLIENT_TIMEOUT_S
+"""Longest life of a connection: reading a request, preparing its answer, and sending it."""
+MAX_CONNECTIONS = 32
 
 
-class BackgroundServer(HTTPServer):
-    """An HTTP server that runs in a separate thread. `owner`: the object that its handlers use."""
+class BackgroundServer(ThreadingHTTPServer):
+    """An HTTP server that runs in separate threads. `owner`: the object that its handlers use."""
+
+    daemon_threads, block_on_close = True, False
 
     def __init__(self, address: tuple[str, int], handler: type[HttpHandler], owner: Any) -> None:
         self.owner = owner
+        self._lock = threading.Lock()
+        self._connections: dict[socket, None] = {}
+        """Open connections, the oldest first."""
         super().__init__(address, handler)
+        self.is_loopback = _is_local_name(str(self.server_address[0]))
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Serves a connection in a thread of its own; if too many are open, the oldest one ends."""
+        with self._lock:
+            oldest = next(iter(self._connections)) if len(self._connections) >= MAX_CONNECTIONS else None
+            if oldest is not None:
+                del self._connections[oldest]
+            self._connections[request] = None
+        if oldest is not None:
+            with contextlib.suppress(OSError):  # its thread has just closed it
+                oldest.shutdown(SHUT_RDWR)
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        """Closes a connection; called in its thread."""
+        with self._lock:
+            self._connections.pop(request, None)
+        super().shutdown_request(request)
 
     def start(self, name: str) -> None:
         """Starts the thread that serves requests."""
@@ -54,10 +88,10 @@ class _Ipv6BackgroundServer(BackgroundServer):
 
 
 class _DeadlineReader(io.RawIOBase):
-    """The input of a connection until a deadline; raises `TimeoutError` after it."""
+    """The input of a connection until a deadline (monotonic s); raises `TimeoutError` after it."""
 
-    def __init__(self, connection: socket, seconds: float) -> None:
-        self._connection, self._deadline = connection, time.monotonic() + seconds
+    def __init__(self, connection: socket, deadline: float) -> None:
+        self._connection, self._deadline = connection, deadline
 
     def readable(self) -> bool:
         return True
@@ -82,10 +116,22 @@ class HttpHandler(BaseHTTPRequestHandler):
     sys_version = ""
 
     def setup(self) -> None:
-        """Limits the time for reading a request, because other requests wait meanwhile."""
+        """Limits the time for reading a request and for its answer."""
         super().setup()
+        now = time.monotonic()
+        self._deadline = now + CONNECTION_TIMEOUT_S
         self.rfile.close()
-        self.rfile = io.BufferedReader(_DeadlineReader(self.connection, CLIENT_TIMEOUT_S))
+        self.rfile = io.BufferedReader(_DeadlineReader(self.connection, now + CLIENT_TIMEOUT_S))
+
+    def parse_request(self) -> bool:
+        """Reads the request line and the headers; rejects names of other machines on loopback."""
+        if not super().parse_request():
+            return False
+        hosts = self.headers.get_all("Host", [])
+        if self.server.is_loopback and not all(map(_is_local_name, hosts)):
+            self.send_content(403, "text/plain", b"the Host header must be localhost or a loopback address\n")
+            return False
+        return True
 
     def path_without_query(self) -> str:
         """Returns the path without its query."""
@@ -94,7 +140,7 @@ class HttpHandler(BaseHTTPRequestHandler):
     def send_content(self, status: int, kind: str, content: bytes, **headers: str) -> None:
         """Sends the whole response. Underscores in the names of `headers` become hyphens."""
         self.close_connection = True
-        self.connection.settimeout(CLIENT_TIMEOUT_S)
+        self.connection.settimeout(max(self._deadline - time.monotonic(), 0.1))
         self.send_response(status)
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(content)))
@@ -106,6 +152,21 @@ class HttpHandler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: object) -> None:
         """Logs nothing, because requests may contain private data."""
+
+
+def _is_local_name(host: str) -> bool:
+    """Returns whether a host, with or without a port, is localhost or a loopback address."""
+    name = host.strip().lower()
+    if name.startswith("["):
+        name = name[1:].partition("]")[0]
+    elif name.count(":") == 1:
+        name = name.partition(":")[0]
+    if name.rstrip(".") == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False
 
 
 def start_server(address: str, handler: type[HttpHandler], owner: Any, name: str) -> BackgroundServer:

@@ -10,6 +10,7 @@ The layout of a folder:
         ledger                      what became of this server's requests (`ringbuffer.ledger`)
         instance                    this server's `service.instance.id`
         service                     this server's `service.name`, once it follows from the engine
+        destination                 digest of where this server exports (`sidecar.destination`)
         PID-TOKEN.requests          held by each writing process
         PID-TOKEN-N.steps
         dump-TOKEN.*                a request for a tape, and its answer (`recording.dump_request`)
@@ -29,20 +30,18 @@ import os
 import re
 import secrets
 import struct
-import time
-from collections.abc import Iterator
 from pathlib import Path
 
 from otel_infer.config import private_files
 from otel_infer.ringbuffer import layout
 from otel_infer.ringbuffer.arena import ForeignFolder, NotOnTmpfs, RingUnavailable
-from otel_infer.ringbuffer.sidecar_claim import RESOURCE_ERRNOS, STARTING_FILE, is_starting
+from otel_infer.ringbuffer.sidecar_claim import RESOURCE_ERRNOS, STARTING_FILE
 
 BASE = Path("/dev/shm")
 OWNER_LOCK = "owner.lock"
 SIDECAR_LOCK = "sidecar.lock"
 INSTANCE_FILE, SERVICE_FILE = "instance", "service"
-LEDGER_FILE = "ledger"
+LEDGER_FILE, DESTINATION_FILE = "ledger", "destination"
 ERROR_FILE = "sidecar.error"
 """Why the sidecar ended, for the process that started it."""
 NOTICES_FILE = "sidecar.notices"
@@ -50,7 +49,6 @@ NOTICES_FILE = "sidecar.notices"
 DUMP_PREFIX = "dump-"
 DUMP_REQUESTED, DUMP_DONE, DUMP_REJECTED, DUMP_PART = ".requested", ".tape", ".rejected", ".part"
 _DUMP_PATTERN = re.compile(r"dump-[0-9a-f]{16}\.(requested|tape|rejected|part)")
-ABANDONED_S = 3600.0
 _SERVER_FILES = frozenset(
     (
         OWNER_LOCK,
@@ -58,6 +56,7 @@ _SERVER_FILES = frozenset(
         STARTING_FILE,
         INSTANCE_FILE,
         SERVICE_FILE,
+        DESTINATION_FILE,
         ERROR_FILE,
         NOTICES_FILE,
         LEDGER_FILE,
@@ -70,7 +69,7 @@ _FLOCK = struct.Struct("hhqqi")
 
 def get_user_folder(base: Path = BASE) -> Path:
     """Returns the path of this user's folder. The folder may not exist."""
-    return base / _user_folder_name()
+    return base / user_folder_name()
 
 
 def ensure_user_folder(base: Path = BASE) -> Path:
@@ -91,11 +90,14 @@ def ensure_private_folder(folder: Path) -> Path:
     return folder
 
 
-def create_server_folder(base: Path = BASE) -> Path:
-    """Returns a new folder for one server; raises `RingUnavailable`, also where `base` is not on tmpfs."""
+def create_server_folder(base: Path = BASE, token: str = "") -> Path:
+    """Returns a new folder for one server; raises `RingUnavailable`, also where `base` is not on tmpfs.
+
+    `token`: the name of a folder that several processes share, which may exist.
+    """
     if not is_tmpfs(base):
         raise NotOnTmpfs(f"{base} is not on tmpfs")
-    token = f"{os.getpid()}-{secrets.token_hex(4)}"
+    token = token or f"{os.getpid()}-{secrets.token_hex(4)}"
     return ensure_private_folder(ensure_user_folder(base) / token)
 
 
@@ -203,28 +205,6 @@ def _query_lock(descriptor: int) -> tuple[int, ...]:
     return _FLOCK.unpack(fcntl.fcntl(descriptor, fcntl.F_GETLK, query))
 
 
-def claim_dead_servers(folder: Path) -> Iterator[tuple[Path, FileLock]]:
-    """Yields the folders beside `folder` whose server and sidecar have ended, each with its sidecar lock.
-
-    The lock is held from then on. Beside a folder that the operator named there are none, because its
-    neighbours are not created by otel_infer.
-    """
-    if folder.parent.name != _user_folder_name():
-        return
-    try:
-        siblings = [name for name in private_files.list_names(folder.parent) if name != folder.name]
-    except OSError:
-        return
-    for sibling in map(folder.parent.joinpath, siblings):
-        lock = FileLock(sibling / SIDECAR_LOCK)
-        try:
-            if not _is_abandoned(sibling) or not lock.acquire():
-                continue
-        except OSError:
-            continue
-        yield sibling, lock
-
-
 def is_dump(name: str) -> bool:
     """Returns whether a file of this name belongs to a requested tape."""
     return _DUMP_PATTERN.fullmatch(name) is not None
@@ -265,14 +245,14 @@ def remove_server_folder(folder: Path) -> None:
         for path in paths:
             if path.suffix in _RING_SUFFIXES or path.name in _SERVER_FILES or is_dump(path.name):
                 private_files.remove_beside_rings(path)
-        if _user_folder_name() in folder.parts[:-1]:
+        if user_folder_name() in folder.parts[:-1]:
             with private_files.open_folder(folder.parent) as parent:
                 os.rmdir(folder.name, dir_fd=parent)
     except OSError:
         pass
 
 
-def _user_folder_name() -> str:
+def user_folder_name() -> str:
     return f"otel_infer-{os.geteuid()}"
 
 
@@ -280,43 +260,6 @@ def _is_own(folder: Path) -> bool:
     with contextlib.suppress(OSError), private_files.open_private_folder(folder):
         return True
     return False
-
-
-def holds_dead_server(folder: Path) -> bool:
-    """Returns whether a folder holds the rings of a server that has ended, and no sidecar reads them."""
-    try:
-        rings = _list_complete_rings(folder)
-        return bool(rings) and not _is_in_use(folder, rings) and not is_held(folder / SIDECAR_LOCK)
-    except OSError:
-        return False
-
-
-def _is_abandoned(folder: Path) -> bool:
-    rings = _list_complete_rings(folder)
-    if _is_in_use(folder, rings):
-        return False
-    status = private_files.read_status(folder)
-    return bool(rings) or (status is not None and time.time() - status.st_mtime > ABANDONED_S)
-
-
-def _list_complete_rings(folder: Path) -> list[Path]:
-    paths = [folder / name for name in private_files.list_names(folder)]
-    return [path for path in paths if path.suffix == layout.SUFFIX_REQUESTS and _is_written(path)]
-
-
-def _is_in_use(folder: Path, rings: list[Path]) -> bool:
-    """Returns whether a server or a starting sidecar uses the folder. A living process holds a lock."""
-    return is_starting(folder) or is_held(folder / OWNER_LOCK) or any(is_held(ring) for ring in rings)
-
-
-def _is_written(ring: Path) -> bool:
-    """Returns whether the ring is complete.
-
-    Its writer takes the lock before it completes the ring. An incomplete ring without a lock may have a
-    living writer.
-    """
-    with open(private_files.open_beside_rings(ring, os.O_RDONLY), "rb") as file:
-        return file.read(len(layout.MAGIC_BYTES)) == layout.MAGIC_BYTES
 
 
 def is_tmpfs(folder: Path) -> bool:

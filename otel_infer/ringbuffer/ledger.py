@@ -55,11 +55,15 @@ class RequestLedger:
     """The counts of one server; `memory` is one page. A page that is no ledger is emptied."""
 
     def __init__(self, memory: mmap.mmap | bytearray | None = None) -> None:
-        page = memoryview(bytearray(layout.PAGE) if memory is None else memory)
-        self._words = page.cast("Q")
+        self._page = memoryview(bytearray(layout.PAGE) if memory is None else memory)
+        self._words = self._page.cast("Q")
         if self._words[_W_MAGIC] != MAGIC:
-            page[:] = bytes(layout.PAGE)
-            self._words[_W_MAGIC] = MAGIC
+            self.reset()
+
+    def reset(self) -> None:
+        """Begins to count from 0, for another server in the same folder."""
+        self._page[:] = bytes(layout.PAGE)
+        self._words[_W_MAGIC] = MAGIC
 
     def add_reader(self) -> bool:
         """Counts a reader that begins; returns whether there was one before, which may have read requests."""

@@ -46,7 +46,7 @@ class MergedReader:
         self._checked_at = 0
         self._known_rings: set[str] = set()
         self.rejected: list[str] = []
-        self._counts_before: Counter[str] = Counter()
+        self._counts_before: Counter[str] = Counter(discarded=0)
         self._damaged: list[tuple[int, int]] = []
         self.has_seen_rings = False
         self.horizon = 0
@@ -254,9 +254,14 @@ class MergedReader:
             if process.ring in numbers:
                 process.complete_flush(numbers[process.ring], process.ring in refused)
 
+    def count_discarded(self, requests: int) -> None:
+        """Counts requests of dead servers that are not exported; for any thread."""
+        self._counts_before["discarded"] += requests
+
     def read_counts(self) -> Counter[str]:
         """Returns what all processes counted so far: `errors` (probes that raised), `unrecorded` (requests,
-        engines and batches that found no room), `values_cut` (events whose values were cut).
+        engines and batches that found no room), `values_cut` (events whose values were cut). `discarded`:
+        requests of dead servers with another destination.
         """
         counts = Counter(self._counts_before)
         for process in self._processes.values():

@@ -124,6 +124,12 @@ class Recorder:
         if arena is not None:
             arena.close()
 
+    def are_rings_unreachable(self) -> bool:
+        """Returns whether no reader has opened the rings of this process, and none can find them any more."""
+        if self.requests is None or self.arena is None or self.requests.words[layout.W_PROCESSED_UNTIL]:
+            return False
+        return not self.arena.is_visible()
+
     def _drop_rings(self) -> None:
         self.requests = self.arena = None
         self._maintained_at = 0

@@ -224,6 +224,7 @@ LOSS_SIDECAR_ENDED = "sidecar_ended"
 """Requests that a sidecar had read and not exported when it was killed, or that came while none ran."""
 LOSS_UNCONFIRMED = "unconfirmed"
 """Requests that were sent, without an answer of the destination; it may have them."""
+LOSS_OTHER_DESTINATION = "other_destination"
 LOSS_REASONS = (
     LOSS_REFUSED,
     LOSS_QUEUE_FULL,
@@ -235,6 +236,7 @@ LOSS_REASONS = (
     LOSS_NOT_RECORDED,
     LOSS_NOT_CONVERTED,
     LOSS_VALUES_CUT,
+    LOSS_OTHER_DESTINATION,
 )
 """Every reason has a series from the start, so that `rate()` and `increase()` see its first loss."""
 REQUEST_LOSS_REASONS = (

@@ -74,7 +74,7 @@ REQUEST_DURATION = Metric(
     "gen_ai.server.request.duration",
     HISTOGRAM,
     "s",
-    "Arrival to last byte of every request; failed and aborted requests have error.type.",
+    "Arrival to last byte of every inference; failed and aborted ones have error.type.",
     (*_REQUEST, ERROR_TYPE, *_CALLER),
     DURATION_BOUNDS,
 )

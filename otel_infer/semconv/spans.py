@@ -43,7 +43,7 @@ SPAN_COMPILE = "compile"
 SPAN_CAPTURE = "capture"
 SPAN_READY = "ready"
 STARTUP_PHASES = {
-    SPAN_IMPORTS: "from the start of the process until its last watched library was imported",
+    SPAN_IMPORTS: "import of the watched libraries, with what they import; from the start of the process if it follows within 1 s",
     SPAN_WEIGHTS: "loading of a model, from disk or over the network",
     SPAN_WARMUP: "test run of a model by its engine, with compilation and captures if it does them",
     SPAN_COMPILE: "torch.compile during the warm-up",

@@ -13,8 +13,11 @@ from typing import Any
 from otel_infer.config import environment
 from otel_infer.config.environment import Config
 from otel_infer.config.private_files import read_private_text, write_private_text
+from otel_infer.config.redaction import replace_controls
 from otel_infer.config.settings import STDERR
 from otel_infer.ringbuffer import directory
+from otel_infer.sidecar.destination import Destination, has_destination
+from otel_infer.sidecar.service_resource import ServiceResource
 
 PROCESS_NAME = "otel_infer-sidecar"
 _BOOT = (
@@ -58,14 +61,15 @@ class RestartBackoff:
 def write_end_reason(folder: Path, error: Exception) -> None:
     """Writes why the sidecar of this folder ends, for `describe_end`."""
     with contextlib.suppress(OSError):
-        text = f"{type(error).__name__}: {error}"[:MAX_REASON_CHARS]
+        text = environment.mask_configured_secrets(f"{type(error).__name__}: {error}")[:MAX_REASON_CHARS]
         write_private_text(folder / directory.ERROR_FILE, text)
 
 
 def describe_end(folder: Path) -> str:
     """Returns one line for the server's stderr after its sidecar crashed."""
     try:
-        reason = " ".join(read_private_text(folder / directory.ERROR_FILE, 4 * MAX_REASON_CHARS).split())
+        text = read_private_text(folder / directory.ERROR_FILE, 4 * MAX_REASON_CHARS)
+        reason = " ".join(replace_controls(text).split())
     except (OSError, ValueError):
         reason = ""
     return (
@@ -83,6 +87,9 @@ def start_sidecar(
     through its standard input, never through argv. `claim`: from `sidecar_claim.claim_sidecar_start`; the sidecar
     inherits and closes it.
     """
+    if not has_destination(folder):
+        Destination(settings, resource).record(folder)
+        ServiceResource(folder, resource).save()
     boot = {
         "folder": str(folder),
         "config": environment.to_json_dict(settings),

@@ -5,7 +5,15 @@ from __future__ import annotations
 import logging
 import os
 
+from otel_infer.config import environment
 from otel_infer.config.private_files import open_private_file
+
+
+class _MaskingFormatter(logging.Formatter):
+    """Formats records of otel_infer and of the libraries that export, without credentials and controls."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return environment.mask_configured_secrets(super().format(record))
 
 
 def configure_logging(path: str) -> None:
@@ -18,7 +26,7 @@ def configure_logging(path: str) -> None:
         handler = logging.StreamHandler(stream) if stream is not None else null_handler
     except OSError:
         handler = null_handler
-    layout = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+    handler.setFormatter(_MaskingFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(
-        handlers=[handler], level=logging.CRITICAL if handler is null_handler else logging.INFO, format=layout
+        handlers=[handler], level=logging.CRITICAL if handler is null_handler else logging.INFO
     )

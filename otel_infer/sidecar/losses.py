@@ -30,6 +30,7 @@ def count_losses(
         semconv.LOSS_OVER_BUDGET: sampler.dropped_steps.total(),
         semconv.LOSS_NOT_CONVERTED: failed_requests,
         semconv.LOSS_NOT_RECORDED: writer_counts["unrecorded"],
+        semconv.LOSS_OTHER_DESTINATION: writer_counts["discarded"],
         semconv.LOSS_VALUES_CUT: writer_counts["values_cut"],
     }
     if metrics_sender is not None:

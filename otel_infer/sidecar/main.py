@@ -7,7 +7,6 @@ its destinations follow from the standard environment.
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import logging
 import os
@@ -31,7 +30,8 @@ from otel_infer.ringbuffer import directory, ledger
 from otel_infer.ringbuffer.events import Value
 from otel_infer.ringbuffer.merged_reader import MergedReader
 from otel_infer.sidecar import launcher
-from otel_infer.sidecar.crash_recovery import SEND_TIMEOUT_S, CrashRecovery
+from otel_infer.sidecar.crash_recovery import SEND_TIMEOUT_S, make_recovery, take_over_rings
+from otel_infer.sidecar.destination import Destination
 from otel_infer.sidecar.flushes import FlushRequests
 from otel_infer.sidecar.log_file import configure_logging
 from otel_infer.sidecar.malloc import MallocTrimmer, fill_numpy_cache, use_single_arena
@@ -164,6 +164,8 @@ class Sidecar:
         self._lock, self._folder = lock, lock.path.parent
         self._is_persistent, self._stopped = stays, False
         self._rings = MergedReader(ledger.open_ledger(self._folder))
+        destination = Destination(settings, resource)
+        take_over_rings(self._folder, destination, self._rings)
         self._service = ServiceResource(self._folder, resource)
         self._flight_recorder = FlightRecorder(
             self._folder, settings.dump_on_slo, bool(settings.dump_on_slo), settings.slo
@@ -181,7 +183,9 @@ class Sidecar:
         )
         self._flushes = FlushRequests(self._rings, self._pipeline)
         self._refusals = RefusalReporter(self._pipeline.delivery.describe_refusals, self._report_lines)
-        self._recovery = _make_recovery(self._folder, settings, self._service.resource)
+        self._recovery = make_recovery(
+            self._folder, settings, self._service.resource, make_pipeline, destination, self._rings
+        )
         self._discovered_at = 0
         self._no_writers_since = 0
         self._busy_at = self._read_at = self._read_due = 0
@@ -319,21 +323,3 @@ class Sidecar:
         if read_status(self._folder / directory.OWNER_LOCK) is not None:
             return 0  # `otel-infer run` and its children have ended
         return LINGER_NS if self._rings.has_seen_rings else ORPHAN_NS
-
-
-def _make_recovery(folder: Path, settings: Config, resource: dict[str, Value]) -> CrashRecovery | None:
-    """Returns the recovery of dead servers; None if nothing is exported.
-
-    Dead servers are then left to a sidecar that exports. The recovery uses no tape, port or console output of
-    this server.
-    """
-    if not (settings.exports_spans or settings.exports_metrics):
-        return None
-    recovery_settings = dataclasses.replace(
-        settings, tape="", metrics_port="", gpu_metrics=False, console=False, request_log=""
-    )
-    return CrashRecovery(
-        folder,
-        resource,
-        lambda server_resource, rings: make_pipeline(recovery_settings, server_resource, rings, show=False),
-    )

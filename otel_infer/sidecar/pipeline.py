@@ -79,8 +79,7 @@ class Pipeline:
             config.slow_percent / 100,
         )
         self.resource = resource
-        self.requests = 0
-        self.failed = 0
+        self.requests = self.failed = 0
         self._has_failed_cycle = False
         self._metrics_sender = metrics_outlet
         self.delivery = Delivery(sender, metrics_outlet)
@@ -91,8 +90,7 @@ class Pipeline:
         self._is_service_named = semconv.SERVICE_NAME in resource
         self._governor = overhead.OverheadGovernor(budget.parse_budget(config.budget))
         self._recording = file.open_writer(config.tape)
-        self._request_log = RequestLog(config.request_log)
-        self._listeners = watchers
+        self._request_log, self._listeners = RequestLog(config.request_log), watchers
         self._flight_recorder = flight
         self._scrape = (
             prometheus_endpoint.ScrapeEndpoint(config.scrape_address) if config.scrape_address else None
@@ -185,6 +183,7 @@ class Pipeline:
         """Drains the records of engines and processes into the metrics."""
         steps, executions = self.assembler.drain_steps(), self.assembler.workers.drain_executions()
         pauses, marks = self.assembler.drain_pauses(), self.assembler.drain_marks()
+        untraced = self.assembler.processes.drain_untraced()
         if steps:
             self._set_service_name(steps[0].engine)
         if self._metrics_enabled:
@@ -192,6 +191,7 @@ class Pipeline:
             self.metrics.add_executions(executions)
             self.metrics.add_pauses(pauses)
             self.metrics.add_marks(marks)
+            self.metrics.http_requests.add_untraced(untraced)
 
     def _sample_request(self, record: RequestRecord, decided: list[tail_sampler.DecidedRequest]) -> None:
         decided += self.sampler.add(record)

@@ -11,6 +11,8 @@ from opentelemetry import propagate, trace
 from opentelemetry.context import Context
 from opentelemetry.context.contextvars_context import ContextVarsRuntimeContext
 
+from otel_infer.tracing.propagator_warnings import call_propagators
+
 log = logging.getLogger(__name__)
 
 (SPAN_KEY,) = trace.set_span_in_context(trace.INVALID_SPAN, Context())
@@ -55,7 +57,8 @@ def extract(headers: Mapping[str, str], context: Context) -> Context:
     Clients control the headers: where a propagator raises, the context is returned unchanged.
     """
     try:
-        return propagate.extract(headers, context)
+        extracted: Context = call_propagators(propagate.extract, headers, context)
+        return extracted
     except Exception as exc:
         if type(exc) not in _logged_types:  # its message may hold text from the client
             _logged_types.add(type(exc))

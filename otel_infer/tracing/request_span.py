@@ -18,6 +18,7 @@ from otel_infer.ringbuffer import events
 from otel_infer.ringbuffer.recorder import recorder
 from otel_infer.tracing import context
 from otel_infer.tracing.pending_spans import PendingProviderSpans, end_spans
+from otel_infer.tracing.propagator_warnings import call_propagators
 from otel_infer.tracing.span_ids import LazySpanIds, Limits, SpanFactory, SpanIds
 
 REQUEST_KEY = otel_context.create_key("otel_infer-request")
@@ -43,7 +44,7 @@ class RequestSpan(trace.Span):
     _event_count = _link_count = 0
     _has_error_status = _has_ok_status = _is_context_read = False
     _engine_error = _request_id = _response_id = ""
-    _operation_names = ("", "", "")
+    _operation_names = _expected_names = ("", "", "")
     _context: SpanContext | None = None
 
     def __init__(
@@ -82,7 +83,7 @@ class RequestSpan(trace.Span):
         recorder.record(self.handle, event)
 
     def record_stage(self, name: str, started_at: int, items: int = 0) -> None:
-        """Records that a stage ended now. `items`: how many it processed; 0 = unknown."""
+        """Records that a stage ended now. `items`: how many it processed; 0 = unknown, or `events.RAISED`."""
         recorder.record(self.handle, events.StageEnded(_clock.now(), started_at, name, items))
 
     def record_submitted(
@@ -108,6 +109,13 @@ class RequestSpan(trace.Span):
             self._record_attributes(
                 *zip((semconv.OPERATION_NAME, semconv.PROVIDER_NAME, semconv.REQUEST_MODEL), names)
             )
+
+    def expect_operation(self, operation: str, provider: str, model: str) -> None:
+        """Stores the names of an inference that is still prepared. They are recorded if it fails on the way.
+
+        A request that is only tokenized, or refused, is no inference.
+        """
+        self._expected_names = operation, provider, model
 
     def set_request_id(self, request_id: str) -> None:
         """Records the engine's id of the request, unless it is unchanged."""
@@ -164,6 +172,8 @@ class RequestSpan(trace.Span):
             outcome, error_type = events.ERROR, self._engine_error
         elif self._has_error_status and outcome == events.OK:
             outcome, error_type = events.ERROR, semconv.OTHER
+        if outcome != events.OK and not self._operation_names[0] and self._expected_names[0]:
+            self.set_operation(*self._expected_names)
         at = at or _clock.now()
         end = at, outcome, error_type, status_code, self.chunks, self.send_wait_ns, self.detokenize_ns
         if (
@@ -307,7 +317,8 @@ pending_provider_spans = PendingProviderSpans()
 def to_headers(request: RequestSpan) -> dict[str, str]:
     """Returns the headers by OTEL_PROPAGATORS that make spans of another process children of the request."""
     carrier: dict[str, str] = {}
-    propagate.inject(carrier, trace.set_span_in_context(NonRecordingSpan(request.get_span_context())))
+    around = trace.set_span_in_context(NonRecordingSpan(request.get_span_context()))
+    call_propagators(propagate.inject, carrier, around)
     return carrier
 
 

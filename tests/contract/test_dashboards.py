@@ -193,6 +193,7 @@ def test_metrics_without_panel_are_listed_with_a_reason() -> None:
 
 
 NOT_SHOWN: dict[str, str] = {
+    semconv.HTTP_REQUEST_DURATION.name: "dashboards for any HTTP server show it",
     semconv.KV_BLOCK_SIZE.name: "it never changes, and the headroom that follows from it is shown",
 }
 """Metrics on no dashboard, with the reason."""

@@ -11,6 +11,7 @@ import pytest
 
 from otel_infer import semconv
 from tests.support.otlp_receiver import OtlpReceiver
+from tests.support.toy_server import Toy
 
 ROOT = Path(__file__).parents[2]
 HTTP, GRPC = "http/protobuf", "grpc"
@@ -61,3 +62,24 @@ def test_spans_and_metrics_arrive(protocol: str, environ: dict[str, str]) -> Non
         models = {span["attributes"].get(semconv.REQUEST_MODEL) for span in receiver.spans}
         assert "name?" in models
         assert semconv.REQUEST_DURATION.name in {metric["name"] for metric in receiver.metrics}
+
+
+@pytest.mark.parametrize("protocol", ["http/protobuf", "grpc"])
+def test_the_log_holds_no_credential_of_the_endpoint(tmp_path: Path, protocol: str) -> None:
+    """The exporters' libraries log the URL of a failed export."""
+    log, secret = tmp_path / "side.log", "canary-b81c"
+    environ = {
+        "OTEL_EXPORTER_OTLP_ENDPOINT": f"http://user:{secret}@127.0.0.1:9/v1?key={secret}",
+        "OTEL_EXPORTER_OTLP_PROTOCOL": protocol,
+        "OTEL_EXPORTER_OTLP_HEADERS": f"x-key={secret}",
+        "OTEL_EXPORTER_OTLP_TIMEOUT": "1",
+        "OTEL_INFER_LOG": str(log),
+    }
+    with Toy(tmp_path / "log", environ) as toy:
+        assert toy.chat().status == 200
+        toy.post("/flush", {"timeout": 8})
+        toy.state()
+        toy.stop()
+    assert log.stat().st_mode & 0o777 == 0o600
+    assert log.read_text()
+    assert secret not in log.read_text() + toy.read_log()

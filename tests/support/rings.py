@@ -32,6 +32,11 @@ class Recording:
         return self._assembler.drain_records(now + GRACE_NS)
 
     @property
+    def events_lost(self) -> int:
+        """Returns the events that the assembler counted as lost, as of the last `records`."""
+        return self._assembler.events_lost
+
+    @property
     def in_flight(self) -> int:
         """Returns the number of open requests, as of the last `records`."""
         return len(self._assembler.open_requests)

@@ -22,8 +22,9 @@ class Starting(Story):
         self.add_event(PROCESS, 0, events.ProcessSeen(0, 77, role, concluded_at))
         self.add_event(PROCESS, 0, events.ProcessStarted(BASE, WALL, *BEGUN, parent))
 
-    def imported(self, at: float, module: str) -> None:
-        self.add_event(PROCESS, 0, events.ModuleImported(ns(at), module))
+    def imported(self, at: float, module: str, since: float | None = None) -> None:
+        started_at = 0 if since is None else ns(since)
+        self.add_event(PROCESS, 0, events.ModuleImported(ns(at), module, started_at))
 
     def begins(self, at: float, phase: str) -> None:
         self.add_event(PROCESS, 0, events.PhaseBegan(ns(at), phase))

@@ -188,13 +188,12 @@ def test_a_repeated_prompt_is_read_from_the_cache(server: Server, receiver: Otlp
 def test_prompt_over_the_context_limit_has_a_trace(server: Server, receiver: OtlpReceiver) -> None:
     answer = send_request(server.port, CHAT, messages=messages(900), max_tokens=8)
     assert answer.status == 400
-    spans = spans_of(receiver, answer)
+    spans = spans_of(receiver, answer, "tokenize")
     assert tree(spans, answer.parent_id) == [
         "POST /v1/chat/completions",
-        "  chat tiny",
-        "    ingress",
-        "    tokenize",
-        "    postprocess",
+        "  ingress",
+        "  tokenize",
+        "  postprocess",
     ]
     assert only_span(spans, "POST /v1/chat/completions")["attributes"]["http.response.status_code"] == 400
 

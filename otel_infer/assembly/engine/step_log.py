@@ -7,19 +7,19 @@ After a missing step the batch is unknown until the next keyframe; it is never g
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from otel_infer.assembly.engine.baseline import EngineBaseline
 from otel_infer.assembly.engine.device_steps import DeviceSteps
+from otel_infer.assembly.engine.prefill_history import PrefillHistory
 from otel_infer.assembly.engine.step_table import CAPACITY, StepTable
 from otel_infer.assembly.engine.types import PrefillInStep, StepRecord
 from otel_infer.assembly.engine.warmup import StepKinds
 from otel_infer.ringbuffer import events
 
-MAX_UNFINISHED_STEPS = 64
-"""Unfinished steps that are remembered: far more than an engine has in flight, so older ones will not end."""
+MAX_UNFINISHED_STEPS = 1024
+"""Unfinished steps that are remembered. An engine has a few in flight; each task of a custom loop may have one."""
 
 
 class StepMember(Protocol):
@@ -40,6 +40,8 @@ class StepMember(Protocol):
     def record_tokens(self, log: EngineStepLog, step: int, tokens: int, discarded: bool) -> None: ...
 
     def record_first_token(self, at: int) -> None: ...
+
+    def mark_steps_lost(self) -> None: ...
 
 
 FindMember = Callable[[int], StepMember | None]
@@ -74,6 +76,7 @@ class EngineStepLog:
 
     `batch_unknown`: steps were lost and no keyframe came since. `first_gap_at`: when the first step after
     missing ones was scheduled, until the assembler handles it; 0 = none. An engine may also skip steps.
+    `forgotten`: unfinished steps that were dropped for lack of room, until the assembler counts them.
     """
 
     def __init__(
@@ -91,6 +94,7 @@ class EngineStepLog:
         self.baseline = EngineBaseline(self.table, seen_kinds)
         self.batch_unknown = False
         self.first_gap_at = 0
+        self.forgotten = 0
         self._find_member = find
         self._members: list[int] | None = None
         self._sequences: dict[int, int] = {}  # handle → its sequences in the batch
@@ -120,7 +124,15 @@ class EngineStepLog:
         if size or self._members is not None:  # the first step of a tape may be one without any information
             self._unfinished[step] = _UnfinishedStep(event, self._members, prefills)
         if len(self._unfinished) > MAX_UNFINISHED_STEPS:
-            del self._unfinished[min(self._unfinished)]
+            self._forget_step(self._unfinished.pop(next(iter(self._unfinished))))
+
+    def _forget_step(self, unfinished: _UnfinishedStep) -> None:
+        """Marks the requests in a step that is dropped before it is done, because its tokens are lost."""
+        self.forgotten += 1
+        for handle in set(unfinished.members or ()):
+            request = self._find_member(handle) if handle else None
+            if request is not None:
+                request.mark_steps_lost()
 
     def end_step(self, event: events.StepDone) -> StepRecord | None:
         """Records a step's tokens and returns its record; None if its beginning or its batch is unknown."""
@@ -310,40 +322,3 @@ def _find_positions(backwards: list[int], handle: int, sequences: int) -> list[i
         index = backwards.index(handle, index + 1)
         positions.append(len(backwards) - 1 - index)
     return positions[::-1]
-
-
-MAX_PREFILLS = 32768
-"""Prompts in steps that are remembered, about 7 MB: a step may hold one of them, or hundreds."""
-
-
-class PrefillHistory:
-    """The prompts, or parts of prompts, in each step. Steps are added in order."""
-
-    def __init__(self) -> None:
-        self._by_step: dict[int, tuple[PrefillInStep, ...]] = {}
-        self._count = 0
-        self._frozen: Mapping[int, Sequence[PrefillInStep]] | None = None
-
-    def freeze(self) -> Mapping[int, Sequence[PrefillInStep]]:
-        """Returns the prompts in each step that had any, as a view that is shared until the next change."""
-        if self._frozen is None:
-            self._frozen = MappingProxyType(dict(self._by_step))
-        return self._frozen
-
-    def add_prefills(self, step: int, prefills: Sequence[PrefillInStep]) -> None:
-        """Adds the prompts in `step`, the latest so far."""
-        if not prefills:
-            return
-        self._frozen = None
-        self._by_step[step] = tuple(prefills)
-        self._count += len(prefills)
-        while self._count > MAX_PREFILLS:
-            self._count -= len(self._by_step.pop(next(iter(self._by_step))))
-
-    def correct_tokens(self, step: int, span_id: bytes, tokens: int) -> None:
-        """Corrects how many prompt tokens this request had in a step."""
-        if step in self._by_step:
-            self._frozen = None
-            self._by_step[step] = tuple(
-                old._replace(tokens=tokens) if old.span_id == span_id else old for old in self._by_step[step]
-            )

@@ -37,7 +37,8 @@ class StartRecord(NamedTuple):
 
     `error_type`: empty if it did not fail. `wall_offset`: unix ns − monotonic ns. `ready_by`: the evidence
     that it is ready: lifespan, engine or request; empty if it never was. `failed_phase`: the phase in which
-    it failed or died, if any. `imported`: instant and name of each watched package, in order of time.
+    it failed or died, if any. `imported`: instant and name of each watched package, in order of time; several
+    phases may be imports.
     `parent_span_id`: the start that this one belongs to, as the process with this `role`; empty if there is
     none.
     """

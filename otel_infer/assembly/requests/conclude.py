@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from operator import attrgetter
-from typing import Any
 
 import numpy as np
 
@@ -30,6 +29,18 @@ from otel_infer.ringbuffer import events
 
 __all__ = ["OpenRequest", "build_records"]
 
+PREPARATION = frozenset(
+    (
+        semconv.SPAN_INGRESS,
+        semconv.SPAN_TOKENIZE,
+        semconv.SPAN_FETCH_MEDIA,
+        semconv.SPAN_PREPARE_MEDIA,
+        semconv.SPAN_WEIGHTS,
+        semconv.SPAN_POSTPROCESS,
+    )
+)
+"""Stages that alone are no inference: `POST /tokenize` has some of them too."""
+_MODEL_STAGES = frozenset((semconv.SPAN_FORWARD, semconv.SPAN_DECODE, semconv.SPAN_PREFILL))
 MAX_STEPS_AFTER_END = 1024
 """Steps that may begin between the end of a request and its conclusion."""
 
@@ -74,12 +85,24 @@ def _complete_record(record: RequestRecord, request: OpenRequest, milestones: Mi
         device_time.apply_device_time(record, request)
     if milestones.is_failed:
         record.failed_stage = stage_at_end(record, request, milestones)
-    if not record.operation and (_reached_engine(record) or not record.name):
-        record.operation = semconv.OPERATION_INFERENCE
+    _set_operation(record, request)
     record.redundant = request.unseen and _is_redundant(record)
     if not record.operation and record.server_span_id:
         # One span is exported for both: the live one, because its children refer to it as their parent.
         record.server_span_id = record.span_id
+
+
+def _set_operation(record: RequestRecord, request: OpenRequest) -> None:
+    """Names the operation of an inference that has no name, and removes it where nothing was inferred.
+
+    A request that failed on its way to the engine is an inference. A refused one (status 4xx) is none, unless
+    an engine had it.
+    """
+    is_refused = record.outcome == events.OK and 400 <= record.status_code < 500
+    if is_refused and not record.telemetry_lost and not _reached_engine(record, request):
+        record.operation = ""
+    elif not record.operation and (_has_worked(record) or not record.name):
+        record.operation = semconv.OPERATION_INFERENCE
 
 
 def _new_record(request: OpenRequest) -> RequestRecord:
@@ -275,6 +298,18 @@ def _is_redundant(record: RequestRecord) -> bool:
     return bool(below_another and record.outcome == events.OK and not has_content)
 
 
-def _reached_engine(record: RequestRecord) -> bool:
-    stages: list[Any] = [stage for stage in record.stages if stage.name != semconv.SPAN_INGRESS]
-    return bool(stages) or record.steps is not None
+def _has_worked(record: RequestRecord) -> bool:
+    """Returns whether a request without a named operation did any work that an inference does."""
+    idle = PREPARATION if record.outcome == events.OK else (semconv.SPAN_INGRESS,)
+    return record.steps is not None or any(stage.name not in idle for stage in record.stages)
+
+
+def _reached_engine(record: RequestRecord, request: OpenRequest) -> bool:
+    """Returns whether an engine, or a model, certainly had the request."""
+    return bool(
+        request.submitted
+        or request.is_running
+        or request.finished
+        or record.first_token_at
+        or any(stage.name in _MODEL_STAGES for stage in record.stages)
+    )

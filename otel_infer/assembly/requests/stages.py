@@ -68,7 +68,13 @@ def build_stages(record: RequestRecord, request: OpenRequest, milestones: Milest
 
 
 def stage_at_end(record: RequestRecord, request: OpenRequest, milestones: Milestones) -> str:
-    """Returns the stage in which the request ended: the last one that had begun; empty if none is known."""
+    """Returns the stage in which the request ended: the one that raised, else the last one that had begun.
+
+    An engine that had not ended the request determines the stage itself. Empty if none is known.
+    """
+    is_in_engine = (milestones.submitted_at or milestones.scheduled_at) and not milestones.finished
+    if not is_in_engine and (raised := _find_raised_stage(request)):
+        return raised
     if milestones.has_token:
         return semconv.SPAN_POSTPROCESS if milestones.finished else semconv.SPAN_DECODE
     if milestones.scheduled_at and record.generative:
@@ -82,6 +88,16 @@ def stage_at_end(record: RequestRecord, request: OpenRequest, milestones: Milest
     return semconv.SPAN_INGRESS if _is_http(record, request) else ""
 
 
+def _find_raised_stage(request: OpenRequest) -> str:
+    """Returns the innermost stage that the last exception left; empty if the last stage to end did not raise."""
+    name, started_at = "", 0
+    for event in sorted(request.stages, key=attrgetter("at"), reverse=True):
+        if getattr(event, "items", 0) != events.RAISED or event.started_at < started_at:
+            break
+        name, started_at = event.stage, event.started_at
+    return name
+
+
 def _recorded_stages(record: RequestRecord, request: OpenRequest) -> list[Stage]:
     stages = []
     for event in request.stages:
@@ -93,7 +109,7 @@ def _recorded_stages(record: RequestRecord, request: OpenRequest) -> list[Stage]
 
 def _recorded_attributes(event: events.StageEnded | events.BytesMoved) -> Attributes:
     if isinstance(event, events.StageEnded):
-        return {semconv.ITEMS: event.items} if event.items else {}
+        return {semconv.ITEMS: event.items} if event.items > 0 else {}
     pinned = {} if event.pinned == events.PINNED_UNKNOWN else {semconv.TRANSFER_PINNED: bool(event.pinned)}
     return {semconv.TRANSFER_SIZE: event.size, **pinned}
 

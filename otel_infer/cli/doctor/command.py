@@ -15,8 +15,9 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
-from otel_infer.cli.doctor.check import Check, mask_secrets
+from otel_infer.cli.doctor.check import Check
 from otel_infer.config.environment import child_environment, from_env_or_defaults
+from otel_infer.config.redaction import list_secrets, mask_secrets
 
 CheckFunction = Callable[[], list[Check]]
 NAME_WIDTH = 26
@@ -39,13 +40,14 @@ def run(arguments: argparse.Namespace) -> int:
     """Runs all checks and reports them. Returns 1 if a check failed, else 0."""
     report = _JsonReport() if arguments.json else _TerminalReport() if sys.stdout.isatty() else _PlainReport()
     environ = child_environment()
+    secrets = list_secrets(environ)
     checks: list[Check] = []
     for topic, check_function in iter_checks(environ, arguments.imports):
         with report.show_progress(topic):
             found = run_check(topic, check_function)
         for check in found:
             masked = check._replace(
-                found=mask_secrets(check.found, environ), do=mask_secrets(check.do, environ)
+                found=mask_secrets(check.found, secrets), do=mask_secrets(check.do, secrets)
             )
             checks.append(masked)
             report.add_check(masked)

@@ -16,7 +16,7 @@ from otel_infer.cli.doctor.check import Check, State
 from otel_infer.cli.doctor.probe_process import MAX_REASON_CHARS
 from otel_infer.config.environment import Config
 from otel_infer.config.resource import detect_resource
-from otel_infer.ringbuffer import directory, layout
+from otel_infer.ringbuffer import dead_servers, directory, layout
 from otel_infer.ringbuffer.arena import (
     FileArena,
     ForeignFolder,
@@ -236,13 +236,13 @@ def _wait_until(done: Callable[[], bool], within: float) -> bool:
 def check_leftovers(settings: Config) -> Check:
     """Checks for rings of dead servers, without changing them.
 
-    The next exporting sidecar beside them exports what was in flight, and removes them.
+    The next exporting sidecar beside them removes them. It exports what was in flight if it has their destination.
     """
     user_folder = directory.get_user_folder(directory.BASE)
     dead = [
         folder
         for folder in (*_list_folders(user_folder), *_configured_folders(settings))
-        if directory.holds_dead_server(folder)
+        if dead_servers.holds_dead_server(folder)
     ]
     if not dead:
         return Check("leftovers", "ok", f"none in {settings.rings or user_folder}")
@@ -250,7 +250,7 @@ def check_leftovers(settings: Config) -> Check:
     size = sum(path.stat().st_size for path in rings) / (1 << 20)
     found = f"rings of {len(dead)} dead server{'s' if len(dead) > 1 else ''} ({size:.1f} MiB)"
     names = ", ".join(map(str, dead[:3]))
-    do = f"start a server that exports: its sidecar exports what was in flight and removes them; or remove the files in {names}"
+    do = f"start that server again: its sidecar exports what was in flight and removes them (a server with another destination only removes them); or remove the files in {names}"
     return Check("leftovers", "warn", found, do)
 
 

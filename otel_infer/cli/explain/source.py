@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 from otel_infer.assembly.records.request import RequestRecord
 from otel_infer.config.private_files import read_private_text
+from otel_infer.config.redaction import replace_controls
 from otel_infer.ringbuffer import directory, events
-from otel_infer.ringbuffer.events.plain_values import replace_controls
 
 MAX_PIDS = 4
 MAX_NAME_BYTES = 4096

@@ -30,6 +30,7 @@ from otel_infer.export.metrics.counters import (
     replace_values,
 )
 from otel_infer.export.metrics.histograms import ExemplarSource, HistogramSeries, Key, Label
+from otel_infer.export.metrics.http_requests import HttpRequestDurations
 from otel_infer.export.metrics.inter_token_latency import InterTokenLatency
 from otel_infer.export.metrics.request_counters import count_objectives, count_slow_causes
 from otel_infer.export.sampling.tail_sampler import Decision
@@ -79,6 +80,7 @@ class MetricsAggregator:
             if metric.name not in self._histograms
         }
         self._inter_token_latency = InterTokenLatency(self._histograms[semconv.INTER_TOKEN_LATENCY.name])
+        self.http_requests = HttpRequestDurations(self._histograms[semconv.HTTP_REQUEST_DURATION.name])
         self._cause_totals: dict[Key, dict[str, int]] = {}
         self._served_models: set[str] = set()
         self._operations, self._providers = CardinalityLimit(MAX_MODELS), CardinalityLimit(MAX_MODELS)
@@ -103,9 +105,15 @@ class MetricsAggregator:
             count_slow_causes(self._number_series, record.breakdown, key)
 
     def add_request(self, record: RequestRecord, *, exported: bool) -> None:
-        """Counts a finished request, exported or not. Only an exported request becomes an exemplar."""
-        request_key, caller_key = self._make_request_key(record), self._make_caller_key(record)
+        """Counts a finished request, exported or not. Only an exported request becomes an exemplar.
+
+        An HTTP request that inferred nothing has no operation, and counts as an HTTP request only.
+        """
         source = _source_of_request(record) if exported and self._exemplars_enabled else None
+        self.http_requests.add_request(record, source)
+        if not record.operation:
+            return
+        request_key, caller_key = self._make_request_key(record), self._make_caller_key(record)
         error_type = record.error_type or (semconv.OTHER if record.outcome == events.ERROR else "")
         error = self._errors.admit_label(error_type) if error_type else None
         self._record_duration(
@@ -118,7 +126,7 @@ class MetricsAggregator:
         if record.outcome == events.ABORTED:
             key = (self._stages.admit_label(record.failed_stage), error, *request_key, *caller_key)
             self._record_duration(semconv.REQUEST_ABANDONED, key, record.duration_ns, source)
-        if record.breakdown is not None and record.operation:
+        if record.breakdown is not None:
             self._count_breakdown(record, record.breakdown, (*request_key, *caller_key))
         if record.preemptions:
             self._number_series[semconv.REQUEST_PREEMPTIONS.name].add(request_key, record.preemptions)

@@ -35,6 +35,7 @@ class ScrapeEndpoint:
         self._address = address
         self._condition = threading.Condition()
         self._data: Any = None
+        self._published = 0
         self._is_pending = self._is_closed = False
         self._server: http_server.BackgroundServer | None = None
         self._bind_tried_at = 0
@@ -60,14 +61,18 @@ class ScrapeEndpoint:
         """Hands the current metrics to the waiting scrape. For the counting thread."""
         with self._condition:
             self._data, self._is_pending = data, False
+            self._published += 1
             self._condition.notify_all()
 
     def wait_for_metrics(self) -> Any:
-        """Returns the current metrics; None if the counting thread did not publish them in time."""
+        """Returns the current metrics; None if the counting thread did not publish them in time.
+
+        Scrapes that wait at the same time get the same metrics.
+        """
         with self._condition:
-            self._data, self._is_pending = None, True
-            self._condition.wait_for(lambda: self._data is not None or self._is_closed, SCRAPE_TIMEOUT_S)
-            return self._data
+            before, self._is_pending = self._published, True
+            self._condition.wait_for(lambda: self._published > before or self._is_closed, SCRAPE_TIMEOUT_S)
+            return self._data if self._published > before else None
 
     def close(self) -> None:
         """Releases the port; waiting scrapes get no metrics."""

@@ -12,6 +12,7 @@ import ssl
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from otel_infer.config.redaction import replace_controls
 from otel_infer.export.otlp import Encoded, gzip_parts, sdk_adapter
 from otel_infer.export.otlp.sdk_adapter import IncompatibleSdk
 
@@ -112,7 +113,7 @@ class _ExportOutcome:
             return
         self.rejected = partial.rejected_spans
         if partial.rejected_spans or partial.error_message:
-            message = partial.error_message[:_MAX_MESSAGE_LENGTH]
+            message = replace_controls(partial.error_message[:_MAX_MESSAGE_LENGTH])
             self.reason = f"{_PARTIAL}: {message}" if message else _PARTIAL
 
 

@@ -61,13 +61,14 @@ def _build_phase_span(record: StartRecord, span_id: bytes, phase: Phase) -> Span
         phase.started_at + record.wall_offset,
         phase.ended_at + record.wall_offset,
         {key: value for key, value in attributes.items() if value},
-        _build_import_events(record) if phase.name == semconv.SPAN_IMPORTS else (),
+        _build_import_events(record, phase) if phase.name == semconv.SPAN_IMPORTS else (),
         status=STATUS_ERROR if phase.error_type else STATUS_UNSET,
     )
 
 
-def _build_import_events(record: StartRecord) -> list[SpanEvent]:
+def _build_import_events(record: StartRecord, phase: Phase) -> list[SpanEvent]:
     return [
         SpanEvent(at + record.wall_offset, semconv.EVENT_IMPORTED, {semconv.MODULE: name})
         for at, name in record.imported
+        if phase.started_at < at <= phase.ended_at
     ]

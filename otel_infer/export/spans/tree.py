@@ -21,6 +21,7 @@ from otel_infer.ringbuffer.events import ABORTED, ERROR, Value
 
 SERVER, INTERNAL = 2, 1
 STATUS_UNSET, STATUS_ERROR = 0, 2
+_EDGE_STAGES = (semconv.SPAN_INGRESS, semconv.SPAN_POSTPROCESS)
 _UNKNOWN_METHOD = "HTTP"
 """Name of an unknown HTTP method in the conventions."""
 _HOST_CLOCK, _NO_SHARED = SharedAttributes({semconv.CLOCK: semconv.CLOCK_HOST}), SharedAttributes()
@@ -44,15 +45,17 @@ def build_request_spans(
 ) -> list[Span]:
     """Returns the server span (if it is ours), the request span and the stage spans, in this order.
 
-    A request that reached no engine has only the server span. It is then the live span, with the attributes
-    of user code.
+    A request that inferred nothing has no request span. The server span is then the live span, with the
+    attributes of user code. Stages are below it if work was recorded: it was tokenized before it was refused.
     """
     own, http = span_attributes.split_attributes(record)
     if is_server_only(record):
         name = record.span_name or server_name(record)
-        return [
-            _build_request_span(record, decision, record.parent_span_id, name, SERVER, {**own, **http}, {})
-        ]
+        server = _build_request_span(
+            record, decision, record.parent_span_id, name, SERVER, {**own, **http}, {}
+        )
+        has_work = any(stage.name not in _EDGE_STAGES for stage in record.stages)
+        return [server, *_build_stage_spans(record, decision)] if has_work else [server]
     spans, parent = [], record.parent_span_id
     if record.server_span_id:
         spans.append(_build_server_span(record, http))

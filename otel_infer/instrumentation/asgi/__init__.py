@@ -9,6 +9,8 @@ A request passes up to three places. The first one it reaches is its arrival and
 The request is normally opened on arrival, so that it includes the middleware. It is deferred if another HTTP
 instrumentation may start a SERVER span further in. Then it is opened where that span is current, as its
 child.
+
+A request whose method infers nothing has no span. It is counted, once there are rings.
 """
 
 from __future__ import annotations
@@ -30,14 +32,16 @@ from otel_infer.instrumentation.asgi.parent_context import (
     has_provider,
     is_remote_parent_in_other_trace,
 )
+from otel_infer.instrumentation.asgi.untraced_exchange import UntracedExchange
 from otel_infer.instrumentation.hooks.instrumentor import Instrumentor
 from otel_infer.instrumentation.hooks.probe import Hook, WrapperFactory
+from otel_infer.ringbuffer import events
 from otel_infer.ringbuffer.recorder import recorder
 from otel_infer.tracing import request_span
 
 MODULES = ("starlette.applications", "fastapi.routing", "uvicorn.config", "hypercorn.app_wrappers")
 ASGI_PARAMETERS = ("scope", "receive", "send")
-IGNORED_METHODS = frozenset(("GET", "HEAD", "OPTIONS", "DELETE", "TRACE", "CONNECT"))
+_UNTRACED_METHODS = frozenset(events.UNTRACED_METHODS)
 
 log = logging.getLogger(__name__)
 instrumentor = Instrumentor("asgi", "starlette", MODULES)
@@ -90,23 +94,29 @@ def _wrap_app(app: App, hook: Hook) -> App:
 
 def _begin_exchange(
     scope: Scope, receive: Receive, send: Send, hook: Hook, entry_point: AsgiEntryPoint | None
-) -> Exchange | None:
+) -> Exchange | UntracedExchange | None:
     """Returns the exchange that begins here; None if it is not recorded, or recorded already further out.
 
     `entry_point`: None if the exchange begins at the application.
     """
     try:
         kind = scope.get("type")
-        if kind != "http" or scope.get("method") in IGNORED_METHODS or SCOPE_KEY in scope:
+        if kind != "http" or SCOPE_KEY in scope:
             if kind == "lifespan" and entry_point is not None:
                 scope.setdefault(SCOPE_KEY, entry_point)
             return None
         if not hook.alive or not recorder.active or request_span.span_factory is None:
             return None
-        exchange = Exchange(scope, receive, send, hook, entry_point)
+        is_untraced = scope.get("method") in _UNTRACED_METHODS
+        if is_untraced and recorder.requests is None:
+            return None
         if _excluded and _is_excluded(scope):
             scope[SCOPE_KEY] = None
             return None
+        if is_untraced:
+            scope[SCOPE_KEY] = untraced = UntracedExchange(scope, receive, send, hook)
+            return untraced
+        exchange = Exchange(scope, receive, send, hook, entry_point)
         if entry_point is None:
             exchange.deferred = has_provider() and not has_active_span()
         else:
@@ -154,8 +164,9 @@ def _patch_application(original: App, hook: Hook) -> App:
             exchange = _begin_exchange(scope, receive, send, hook, None)
             if exchange is not None:
                 exchange.enter_application(self)
-                is_below = not exchange.deferred and has_active_span()
-                exchange.ambient = is_below and not is_remote_parent_in_other_trace(scope)
+                if isinstance(exchange, Exchange):
+                    is_below = not exchange.deferred and has_active_span()
+                    exchange.ambient = is_below and not is_remote_parent_in_other_trace(scope)
                 with exchange:
                     return await original(self, scope, exchange.receive, exchange.send)
             if scope.get("type") == "lifespan" and hook.alive and recorder.active:
@@ -190,7 +201,9 @@ def _patch_router(original: App, hook: Hook) -> App:
     return call_router
 
 
-def _patch_route_handler(record_route: Callable[[Exchange, Any, Scope], None]) -> WrapperFactory:
+def _patch_route_handler(
+    record_route: Callable[[Exchange | UntracedExchange, Any, Scope], None],
+) -> WrapperFactory:
     """Returns a wrapper factory that records the matched route on the exchange."""
 
     def make_wrapper(original: App, hook: Hook) -> App:
@@ -208,16 +221,16 @@ def _patch_route_handler(record_route: Callable[[Exchange, Any, Scope], None]) -
     return make_wrapper
 
 
-def _set_route(exchange: Exchange, route: Any, scope: Scope) -> None:
+def _set_route(exchange: Exchange | UntracedExchange, route: Any, scope: Scope) -> None:
     exchange.route = route
 
 
-def _add_mount(exchange: Exchange, mount: Any, scope: Scope) -> None:
+def _add_mount(exchange: Exchange | UntracedExchange, mount: Any, scope: Scope) -> None:
     exchange.mount_path += mount.path_format.removesuffix("/{path}")
     exchange.route = None
 
 
-def _set_included_route(exchange: Exchange, route: Any, scope: Scope) -> None:
+def _set_included_route(exchange: Exchange | UntracedExchange, route: Any, scope: Scope) -> None:
     # From FastAPI 0.137 on, a route of an included router lacks the prefix of its router.
     effective = scope.get("fastapi", {}).get("effective_route_context")
     exchange.route = effective if getattr(effective, "original_route", None) is route else route

@@ -1,4 +1,4 @@
-"""Encodes the method, the scheme and the route template of an HTTP request for its end event."""
+"""Finds the method, the scheme and the route template of an HTTP request, in fixed vocabularies."""
 
 from __future__ import annotations
 
@@ -11,20 +11,36 @@ from otel_infer.ringbuffer import events
 def encode_method_and_route(
     scope: Mapping[str, Any], route: Any, root_path: str, mount_path: str
 ) -> tuple[int, str]:
-    """Returns method and scheme as one number, and the route template, as `events.ExchangeEnded` holds them.
+    """Returns method and scheme as one number, and the route template, as `events.ExchangeEnded` holds them."""
+    method: Any = scope.get("method")
+    scheme: Any = scope.get("scheme")
+    http = events.HTTP_CODES.get((method, scheme))
+    if http is None:
+        http = events.HTTP_CODES[_to_known_names(method, scheme)]
+    return http, _find_template(route, root_path, mount_path)
 
-    The template is "" if no route matched. A method outside `events.METHODS` is encoded as `events.OTHER`.
-    """
+
+def find_method_scheme_and_route(
+    scope: Mapping[str, Any], route: Any, root_path: str, mount_path: str
+) -> tuple[str, str, str]:
+    """Returns method, scheme and route template, as `events.HttpServed` holds them."""
+    names = _to_known_names(scope.get("method"), scope.get("scheme"))
+    return *names, _find_template(route, root_path, mount_path)
+
+
+def _to_known_names(method: Any, scheme: Any) -> tuple[str, str]:
+    """Returns method and scheme; a method outside `events.METHODS` as `events.OTHER`, another scheme as ""."""
+    return (
+        method if method in events.METHODS else events.OTHER,
+        scheme if scheme in events.SCHEMES else "",
+    )
+
+
+def _find_template(route: Any, root_path: str, mount_path: str) -> str:
+    """Returns the route template; "" if no route matched."""
     path = None
     if route is not None:
         path = getattr(route, "path_format", None) or getattr(route, "path", None)
     elif mount_path:
         path = "/{path}"
-    template = root_path.rstrip("/") + mount_path + path if isinstance(path, str) else ""
-    method: Any = scope.get("method")
-    scheme: Any = scope.get("scheme")
-    http = events.HTTP_CODES.get((method, scheme))
-    if http is None:
-        known_method = method if method in events.METHODS else events.OTHER
-        http = events.HTTP_CODES[known_method, scheme if scheme in events.SCHEMES else ""]
-    return http, template
+    return root_path.rstrip("/") + mount_path + path if isinstance(path, str) else ""

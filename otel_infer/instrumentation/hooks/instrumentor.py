@@ -24,6 +24,7 @@ import wrapt
 from otel_infer import _clock
 from otel_infer.instrumentation.hooks.callback import CallbackFactory, CallbackPatch
 from otel_infer.instrumentation.hooks.distribution import find_version, is_importable
+from otel_infer.instrumentation.hooks.import_starts import estimate_past_import, import_starts
 from otel_infer.instrumentation.hooks.patch import FunctionPatch, HotPathPatch
 from otel_infer.instrumentation.hooks.probe import Probe, WrapperFactory
 from otel_infer.instrumentation.hooks.target import TargetMismatch
@@ -278,22 +279,23 @@ class Instrumentor:
         def on_import(_module: ModuleType) -> None:
             if threading.get_ident() == registering:
                 if self._is_imported(name):
-                    self._record_import(name)
+                    self._record_import(name, *estimate_past_import())
                 return  # already in sys.modules, initialised or not: `_install_due_parts` checks that itself
             try:
                 self._finished_imports.add(name)
                 self._install_due_parts()
-                self._record_import(name)
+                self._record_import(name, import_starts.started_at(name), _clock.now())
             except Exception as exc:  # an exception would fail the application's import
                 log.warning("%s: %s while handling the import of %s", self.name, type(exc).__name__, name)
 
+        import_starts.watch_module(name)
         wrapt.register_post_import_hook(on_import, name)
         registering = None
 
-    def _record_import(self, name: str) -> None:
+    def _record_import(self, name: str, started_at: int, at: int) -> None:
         """Records the import. Python's own modules are skipped, because they add no startup time."""
         if self.distribution != "python":
-            recorder.record_startup(events.ModuleImported(_clock.now(), name))
+            recorder.record_startup(events.ModuleImported(at, name, started_at))
 
     def _install_due_parts(self) -> None:
         """Installs the parts that have become due, logs mismatches and calls `on_change`."""

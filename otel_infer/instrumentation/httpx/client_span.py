@@ -17,6 +17,7 @@ from opentelemetry.context import Context
 
 from otel_infer import _clock, semconv
 from otel_infer.instrumentation.httpx.sse import SseParser
+from otel_infer.tracing.propagator_warnings import call_propagators
 
 if TYPE_CHECKING:
     from httpx import Request, Response
@@ -42,7 +43,7 @@ def start_client_span(tracer: trace.Tracer, request: Request) -> ClientRequestSp
             name, kind=trace.SpanKind.CLIENT, attributes=_describe_target(method, request.url)
         )
         context = trace.set_span_in_context(span)
-        propagate.inject(request.headers, context)
+        call_propagators(propagate.inject, request.headers, context)
         return ClientRequestSpan(span, context) if span.is_recording() else None
     except Exception as exc:
         _abort_span(span, exc)

@@ -57,7 +57,8 @@ class stage(TracedScope):  # noqa: N801 - used like a function
                 timing.end(self._timing_handle, StageWork(self.name, self._request.handle))
             except Exception as exc:
                 log_unrecorded(_DEVICE_TIME, exc)
-        self._request.record_stage(self.name, self._started_at)
+        is_raised = error is not None and not isinstance(error, GeneratorExit)  # a stream may be closed early
+        self._request.record_stage(self.name, self._started_at, events.RAISED if is_raised else 0)
 
 
 class request(TracedScope):  # noqa: N801 - used like a function

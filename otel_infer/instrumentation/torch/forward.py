@@ -174,7 +174,8 @@ def _end_forward(forward: _ForwardCall, args: Any, kwargs: Any, failure: BaseExc
     except Exception as exc:  # the device failed; the stage is recorded nevertheless
         _call_descriptor.hook.mark_failed(exc)
     try:
-        request.record_stage(STAGE, started_at, _read_batch_size(args, kwargs))
+        items = _read_batch_size(args, kwargs) if failure is None else events.RAISED
+        request.record_stage(STAGE, started_at, items)
     except BaseException as exc:
         _call_descriptor.hook.mark_failed(exc)
     finally:

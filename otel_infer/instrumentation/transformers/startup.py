@@ -73,7 +73,7 @@ def _end_loading(
 ) -> None:
     try:
         if request is not None:
-            request.record_stage(events.WEIGHTS, started_at)
+            request.record_stage(events.WEIGHTS, started_at, events.RAISED if error_type else 0)
             return
         model = model[0] if isinstance(model, tuple) else model  # with `output_loading_info=True`
         name = "" if model is None else read_model_name(model)

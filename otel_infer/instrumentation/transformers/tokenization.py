@@ -39,6 +39,9 @@ def _wrap_tokenize(original: Callable[..., Any], hook: Hook) -> Callable[..., An
         tokenizer_call.busy = True
         try:
             result = original(*args, **kwargs)
+        except BaseException:
+            request.record_stage(events.TOKENIZE, started_at, events.RAISED)
+            raise
         finally:
             tokenizer_call.busy = False
         try:

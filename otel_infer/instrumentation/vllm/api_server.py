@@ -59,17 +59,21 @@ def _make_render_probe(operation: str) -> Callable[[Call], Generator[None, Any, 
         It includes the chat template and the wait for a tokenizer; both run in vLLM's thread pool.
         """
         request = start.current_request()
-        started_at = _clock.now()
+        started_at, items = _clock.now(), 0
         if request is None:
             yield
             return
         request.operation, request.tokenizing = operation, True
-        _name_request(request, operation, model_name(call.instance.model_config))
+        if not request.is_named:
+            request.expect_operation(operation, ENGINE, model_name(call.instance.model_config))
         try:
             yield
+        except BaseException:
+            items = events.RAISED
+            raise
         finally:
             request.tokenizing = False
-            request.record_stage(TOKENIZE, started_at)
+            request.record_stage(TOKENIZE, started_at, items)
 
     return trace_render
 

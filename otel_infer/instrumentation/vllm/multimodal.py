@@ -22,12 +22,15 @@ FETCH, PREPARE = events.FETCH_MEDIA, events.PREPARE_MEDIA
 
 
 def _record_stage(name: str) -> Generator[None, Any, None]:
-    request, started_at = start.current_request(), _clock.now()
+    request, started_at, items = start.current_request(), _clock.now(), 0
     try:
         yield
+    except BaseException:
+        items = events.RAISED
+        raise
     finally:
         if request is not None:
-            request.record_stage(name, started_at)
+            request.record_stage(name, started_at, items)
 
 
 @instrumentor.patch_function(

@@ -23,7 +23,7 @@ from otel_infer.ringbuffer.events.processes import (
     ProcessStarted,
 )
 from otel_infer.ringbuffer.events.requests import (
-    _METHODS_AND_SCHEMES,
+    METHODS_AND_SCHEMES,
     SINGLE_CHUNK,
     AttributeSet,
     BytesMoved,
@@ -32,6 +32,7 @@ from otel_infer.ringbuffer.events.requests import (
     ExchangeEnded,
     FirstTokenSent,
     HttpDescribed,
+    HttpServed,
     LinkDescribed,
     NameUpdated,
     PrefixRead,
@@ -104,7 +105,7 @@ REQUEST_LAYOUTS: tuple[EventLayout, ...] = (
     _make_layout(17, MarkSeen, "q q S I"),
     _make_layout(18, ExchangeEnded, "q B S H I q q S B"),
     _make_layout(20, ProcessStarted, "q q 16s 8s 8s"),
-    _make_layout(21, ModuleImported, "q S"),
+    _make_layout(21, ModuleImported, "q S q"),
     _make_layout(22, PhaseBegan, "q S"),
     _make_layout(23, PhaseEnded, "q q S S S S"),
     _make_layout(24, ProcessLeft, "q S"),
@@ -120,6 +121,7 @@ REQUEST_LAYOUTS: tuple[EventLayout, ...] = (
     _make_layout(38, CacheHeld, "q q"),
     _make_layout(39, BlocksSized, "q S I H I"),
     _make_layout(42, StepsUnrecorded, "q"),
+    _make_layout(41, HttpServed, "q q H S S S S"),
 )
 LAYOUT_BY_EVENT: Mapping[type, EventLayout] = {layout.event: layout for layout in REQUEST_LAYOUTS}
 LAYOUT_BY_CODE: Mapping[int, EventLayout] = {layout.code: layout for layout in REQUEST_LAYOUTS}
@@ -212,7 +214,7 @@ def expand(event: Any) -> tuple[Any, ...]:
     if http & SINGLE_CHUNK:
         expanded.append(ResponseStarted(event.at - event.send_wait_ns))
     if http > SINGLE_CHUNK:
-        expanded.append(HttpDescribed(event.at, *_METHODS_AND_SCHEMES[http // 2 - 1], route))
+        expanded.append(HttpDescribed(event.at, *METHODS_AND_SCHEMES[http // 2 - 1], route))
     return (*expanded, RequestEnded(*event[:7]))
 
 

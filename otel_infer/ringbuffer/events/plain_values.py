@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 _MAX_DEPTH = 8
-_CONTROL = {code: "?" for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
 _INT64 = 1 << 63
 
 
@@ -27,11 +26,6 @@ def to_plain(value: Any, depth: int = _MAX_DEPTH) -> Any:
     if isinstance(value, Sequence) and not isinstance(value, str) and depth:
         return [to_plain(item, depth - 1) for item in value]
     return _describe(value)
-
-
-def replace_controls(text: str) -> str:
-    """Returns the text with `?` for control characters, which a terminal would execute, and lone surrogates."""
-    return text.translate(_CONTROL).encode("utf-8", "replace").decode("utf-8")
 
 
 def _describe(value: object) -> str:

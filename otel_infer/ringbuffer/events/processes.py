@@ -70,10 +70,11 @@ class ProcessStarted(NamedTuple):
 
 
 class ModuleImported(NamedTuple):
-    """Import of a watched module, at `at` or earlier."""
+    """Import of a watched module, with all that it imports. `started_at`: 0 = not seen."""
 
     at: int
     module: str
+    started_at: int = 0
 
 
 class PhaseBegan(NamedTuple):

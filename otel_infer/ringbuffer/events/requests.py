@@ -65,8 +65,12 @@ class RequestArrived(NamedTuple):
     name: str
 
 
+RAISED = -1
+"""In place of the number of items of a stage: an exception left it."""
+
+
 class StageEnded(NamedTuple):
-    """Named interval of a request, recorded when it ends."""
+    """Named interval of a request, recorded when it ends. `items`: 0 = unknown, or `RAISED`."""
 
     at: int
     started_at: int
@@ -264,6 +268,18 @@ class StepsUnrecorded(NamedTuple):
     at: int
 
 
+class HttpServed(NamedTuple):
+    """HTTP request that is counted and has no span; the other fields are as in `RequestEnded` and `HttpDescribed`."""
+
+    at: int
+    started_at: int
+    status_code: int
+    error_type: str
+    method: str
+    scheme: str
+    route: str
+
+
 class HttpDescribed(NamedTuple):
     """HTTP details from fixed vocabularies: a known method, scheme, and route template ("" = no route)."""
 
@@ -273,12 +289,14 @@ class HttpDescribed(NamedTuple):
     route: str
 
 
-METHODS = (OTHER, "POST", "PUT", "PATCH", "QUERY")
-"""Methods of the requests that are recorded; `_OTHER` stands for any other."""
+UNTRACED_METHODS = ("GET", "HEAD", "OPTIONS", "DELETE", "TRACE", "CONNECT")
+"""Methods of requests that infer nothing: they are counted, and have no span."""
+METHODS = (OTHER, "POST", "PUT", "PATCH", "QUERY", *UNTRACED_METHODS)
+"""Methods that are recorded; `_OTHER` stands for any other."""
 SCHEMES = ("", "http", "https")
-_METHODS_AND_SCHEMES = tuple((method, scheme) for method in METHODS for scheme in SCHEMES)
+METHODS_AND_SCHEMES = tuple((method, scheme) for method in METHODS for scheme in SCHEMES)
 HTTP_CODES: Mapping[tuple[str, str], int] = {
-    pair: 2 * number for number, pair in enumerate(_METHODS_AND_SCHEMES, 1)
+    pair: 2 * number for number, pair in enumerate(METHODS_AND_SCHEMES, 1)
 }
 """Method and scheme as one even number, above 0."""
 SINGLE_CHUNK = 1
@@ -289,6 +307,6 @@ REQUEST_EVENTS = (
     RequestArrived, StageEnded, BytesMoved, CacheHeld, RequestSubmitted, RequestReceived, RequestScheduled,
     RequestPreempted, PrefixRead, TokensDrafted, TokenReached, FirstTokenSent, ResponseStarted, EngineFinished,
     RequestEnded, ExchangeEnded, AttributeSet, SpanEventAdded, SpanLinked, LinkDescribed, NameUpdated,
-    StateCarried, SpanUnseen, StepsUnrecorded, HttpDescribed,
+    StateCarried, SpanUnseen, StepsUnrecorded, HttpServed, HttpDescribed,
 )  # fmt: skip
 """The types that this module defines."""

@@ -26,8 +26,8 @@ from otel_infer.config.private_files import (
     remove_beside_rings,
     write_private_text,
 )
+from otel_infer.config.redaction import replace_controls
 from otel_infer.ringbuffer import directory
-from otel_infer.ringbuffer.events.plain_values import replace_controls
 
 DUMP_TIMEOUT_S = 60.0
 POLL_INTERVAL_S = 0.05

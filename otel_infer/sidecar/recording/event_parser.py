@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, get_type_hints
 
+from otel_infer.config.redaction import replace_controls
 from otel_infer.ringbuffer import events
-from otel_infer.ringbuffer.events.plain_values import replace_controls, to_plain
+from otel_infer.ringbuffer.events.plain_values import to_plain
 
 MAX_MEMBERS = 1 << 20
 """Sequences of a step, and items of a list."""
@@ -28,7 +29,7 @@ def parse_event(line: Any) -> events.RecordedEvent:
         raise InvalidEvent("a line is no event")
     ring, handle, name, *fields = line
     checks = _CHECKS.get(name) if isinstance(name, str) else None
-    if checks is None or len(fields) != len(checks):
+    if checks is None or not _count_required_fields(name) <= len(fields) <= len(checks):
         raise InvalidEvent(
             f"unknown event {name!r:.60} with {len(fields)} fields; use the otel_infer release that recorded it"
         )
@@ -38,6 +39,12 @@ def parse_event(line: Any) -> events.RecordedEvent:
     if isinstance(event, events.StepScheduled) and event.size > MAX_MEMBERS:
         raise InvalidEvent("a batch is larger than any")
     return events.RecordedEvent(check_number(ring), check_number(handle), event)
+
+
+def _count_required_fields(name: str) -> int:
+    """Returns how many fields an event must have. An earlier release recorded it without the last ones."""
+    kind = TYPES_BY_NAME[name]
+    return len(kind._fields) - len(kind._field_defaults)
 
 
 def check_number(value: Any) -> int:

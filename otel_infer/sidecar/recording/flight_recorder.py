@@ -44,9 +44,12 @@ DUMP_DELAY_CYCLES = 2
 """Cycles after which the events recorded before a request are in the window."""
 POLL_INTERVAL_NS = 200_000_000
 MAX_RECORDINGS = 20
+"""Tapes that are kept of each reason, so that requested tapes do not push out those of breaches."""
 NAME_PREFIX = "otel_infer-"
 SUFFIX = ".tape"
-OWN_NAME_PATTERN = re.compile(rf"{NAME_PREFIX}\d{{8}}T\d{{6}}\.\d{{6}}Z-[a-z]+-\d+{re.escape(SUFFIX)}")
+OWN_NAME_PATTERN = re.compile(
+    rf"{NAME_PREFIX}\d{{8}}T\d{{6}}\.\d{{6}}Z-(?P<reason>[a-z]+)-\d+{re.escape(SUFFIX)}"
+)
 FREE_SPACE_SHARE = 4
 """A tape in the rings' folder takes at most this part (1/4) of its free space. A server whose shared memory
 is full may be killed.
@@ -302,13 +305,24 @@ def _find_abandoned(folder: Path) -> list[Path]:
 
 
 def _find_excess(folder: Path) -> list[Path]:
-    """Returns the oldest tapes beyond the limit; names begin with the time of the request.
+    """Returns the oldest tapes of each reason beyond the limit; names begin with the time of the request.
 
-    Tapes that a user dumped or copied here have other names and are never removed.
+    Tapes that a user dumped or copied here have other names and are never removed. Files of other users do not
+    count.
     """
-    return sorted(
-        tape for tape in folder.glob(f"{NAME_PREFIX}*{SUFFIX}") if OWN_NAME_PATTERN.fullmatch(tape.name)
-    )[:-MAX_RECORDINGS]
+    by_reason: dict[str, list[Path]] = {}
+    for tape in sorted(folder.glob(f"{NAME_PREFIX}*{SUFFIX}")):
+        named = OWN_NAME_PATTERN.fullmatch(tape.name)
+        if named and _is_own_file(tape):
+            by_reason.setdefault(named["reason"], []).append(tape)
+    return [tape for tapes in by_reason.values() for tape in tapes[:-MAX_RECORDINGS]]
+
+
+def _is_own_file(path: Path) -> bool:
+    try:
+        return path.lstat().st_uid == os.geteuid()
+    except OSError:
+        return False
 
 
 def _remove_files(paths: Iterable[Path]) -> None:

@@ -1,4 +1,4 @@
-"""Serves `POST /dump`: an alert, or any process on this machine, requests a tape. One request at a time.
+"""Serves `POST /dump`: an alert, or any process on this machine, requests a tape.
 
 202 names the file, which appears when it is complete. 200: the alert is resolved, and nothing is written. The
 request's body is not stored.

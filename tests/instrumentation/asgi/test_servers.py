@@ -26,6 +26,7 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from starlette.middleware.base import BaseHTTPMiddleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.responses import StreamingResponse as Streaming
 from starlette.routing import Mount, Route
@@ -824,3 +825,85 @@ def test_requests_leave_no_reference_cycles(watched: Watched, serve: Callable[..
     finally:
         gc.enable()
     assert len(ended(watched, 21)) == 21
+
+
+@pytest.mark.parametrize("handled", [False, True])
+def test_the_failed_stage_is_the_one_that_raised(
+    watched: Watched, serve: Callable[..., int], handled: bool
+) -> None:
+    """Also where the application answers 500 itself."""
+    app = FastAPI()
+
+    @app.post("/rerank")
+    async def rerank() -> Any:
+        try:
+            with otel_infer.stage("prepare"):
+                pass
+            with otel_infer.stage("rerank"), otel_infer.stage("model"):
+                raise MemoryError
+        except MemoryError:
+            if not handled:
+                raise
+            return JSONResponse({"error": "memory"}, 500)
+
+    assert b"500" in posted(serve(app), "/rerank")
+    (seen,) = ended(watched)
+    assert record_of(seen).failed_stage == "model"
+
+
+# ── requests without a span ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def items_app() -> FastAPI:
+    app, items = FastAPI(), fastapi.APIRouter(prefix="/items")
+
+    @items.get("/{name}")
+    async def get_item(name: str) -> str:
+        return name
+
+    @app.post("/chat")
+    async def chat() -> None:
+        infer(ingress.current_request())
+
+    app.include_router(items, prefix="/v1")
+    return app
+
+
+def test_a_get_is_counted_by_its_route(watched: Watched, serve: Callable[..., int]) -> None:
+    port = serve(items_app())
+    posted(port, "/chat")
+    for path in ("/v1/items/canary", "/nowhere"):
+        posted(port, path, method="GET")
+    until(lambda: len(watched.untraced) == 2)
+    assert [(served.status_code, served.method, served.route) for served in watched.untraced] == [
+        (200, "GET", "/v1/items/{name}"), (404, "GET", "")
+    ]  # fmt: skip
+    assert b"canary" not in watched.bytes
+
+
+@pytest.mark.usefixtures("spans")
+@pytest.mark.parametrize("outside", [True, False], ids=["around the application", "inside of it"])
+def test_a_get_of_another_instrumentation_is_not_counted(
+    watched: Watched, serve: Callable[..., int], outside: bool
+) -> None:
+    """That instrumentation counts it, also where a middleware answers."""
+    app: Any = items_app()
+    app.add_middleware(CORSMiddleware, allow_origins=["https://a"], allow_methods=["POST"])
+    if outside:
+        instrumentation = pytest.importorskip(
+            "opentelemetry.instrumentation.asgi", reason="the ASGI instrumentation is not installed"
+        )
+        app = instrumentation.OpenTelemetryMiddleware(app)
+    else:
+        instrumentation = pytest.importorskip(
+            "opentelemetry.instrumentation.fastapi", reason="the FastAPI instrumentation is not installed"
+        )
+        instrumentation.FastAPIInstrumentor.instrument_app(app)
+    port = serve(app)
+    posted(port, "/chat")
+    posted(port, "/v1/items/a", method="GET")
+    preflight = "origin: https://a\r\naccess-control-request-method: POST\r\n"
+    assert b"200 OK" in posted(port, "/chat", method="OPTIONS", headers=preflight)
+    posted(port, "/chat")
+    assert len(ended(watched, 2)) == 2
+    assert watched.untraced == []

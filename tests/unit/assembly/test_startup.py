@@ -37,6 +37,35 @@ def test_start_is_one_trace_with_nested_phases() -> None:
     ]  # fmt: skip
 
 
+def test_idle_time_before_a_late_import_is_no_phase() -> None:
+    """A worker that waits 20 s for its first job, which imports the library; then it loads a model."""
+    story = Starting()
+    story.imported(400, "uvicorn.config", since=300)
+    story.imported(900, "starlette.applications", since=700)
+    story.imported(22_000, "torch", since=20_900)
+    story.imported(24_000, "transformers.generation.utils", since=22_500)
+    story.loaded(24_100, 25_000)
+    story.ready(25_000, 25_100)
+    assert render_spans(story.start_spans()) == text("""
+        server start 0–25100
+          imports 0–900 · event infer.imported 400, event infer.imported 900
+          imports 20900–24000 · event infer.imported 22000, event infer.imported 24000
+          weights 24100–25000
+          ready 25000–25100
+    """)
+
+
+def test_a_nested_import_is_part_of_the_outer_one() -> None:
+    story = Starting()
+    story.imported(6_000, "torch", since=4_000)
+    story.imported(9_000, "transformers.generation.utils", since=3_000)
+    story.ready(9_100, 9_200)
+    (record,) = story.starts()
+    assert [(phase.name, ms(phase.started_at), ms(phase.ended_at)) for phase in record.phases] == [
+        ("imports", 3_000, 9_000), ("ready", 9_100, 9_200)
+    ]  # fmt: skip
+
+
 def test_compilation_during_startup_is_not_a_pause() -> None:
     story = server()
     story.paused(9500, 9900, "compile")
@@ -280,3 +309,64 @@ def test_recording_replays_to_the_same_start(tmp_path: Path) -> None:
 def test_frequent_startup_events_fit_a_cell() -> None:
     frequent = (events.ModuleImported, events.PhaseBegan, events.PhaseEnded, events.ProcessLeft)
     assert all(events.LAYOUT_BY_EVENT[event].packed.size <= layout.BODY_BYTES for event in frequent)
+
+
+# ── several processes ────────────────────────────────────────────────────────────────────────────────────────────
+
+WORKER = PROCESS + 50
+
+
+def forked() -> Starting:
+    """A master that loads a model, and a worker that it forks."""
+    story = Starting()
+    story.loaded(100, 900)
+    story.add_event(WORKER, 0, events.ProcessSeen(0, 78, "server", 0))
+    story.add_event(WORKER, 0, events.ProcessStarted(ns(1000), 0, *BEGUN, bytes(8)))
+    return story
+
+
+def test_a_forked_worker_completes_the_start_of_its_master() -> None:
+    story = forked()
+    story.ends(2100, story.arrives(2000, http=False, process=WORKER))
+    story.left(3000)
+    assert story.outcome() == ("request", "", 2000)
+    (record,) = story.starts()
+    assert [phase.name for phase in record.phases] == ["weights"]
+
+
+def test_a_forked_process_that_ends_leaves_the_start_open() -> None:
+    story = forked()
+    story.add_event(WORKER, 0, events.ProcessDied(ns(1500)))
+    story.ready(2000, 3000)
+    assert story.outcome() == ("lifespan", "", 3000)
+
+
+def test_a_forked_process_killed_while_loading_is_a_failed_start() -> None:
+    story = forked()
+    story.add_event(WORKER, 0, events.PhaseBegan(ns(1200), events.WEIGHTS))
+    story.add_event(WORKER, 0, events.ProcessDied(ns(1500)))
+    assert story.outcome() == ("", "process_died", 1500)
+    assert story.starts()[0].failed_phase == "weights"
+
+
+def test_a_process_that_ends_between_phases_has_not_failed() -> None:
+    """SIGTERM ends a process without a word, and it was not seen to do anything."""
+    story = Starting()
+    story.loaded(100, 900)
+    story.died(5000)
+    assert story.starts() == []
+
+
+def test_a_failed_phase_is_named_by_its_own_error() -> None:
+    story = Starting()
+    story.loaded(100, 900, error="OSError")
+    story.died(1000)
+    assert story.outcome() == ("", "OSError", 1000)
+
+
+def test_an_asgi_server_that_dies_before_it_is_ready_has_failed() -> None:
+    story = Starting()
+    story.imported(50, "uvicorn.config")
+    story.loaded(100, 900)
+    story.died(5000)
+    assert story.outcome() == ("", "process_died", 5000)

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from otel_infer.ringbuffer import directory, layout, sidecar_claim
+from otel_infer.ringbuffer import dead_servers, directory, layout, sidecar_claim
 from otel_infer.ringbuffer.arena import FileArena, RingUnavailable
 from otel_infer.ringbuffer.writer import RequestWriter
 
@@ -208,11 +208,11 @@ def test_a_dead_server_is_claimed_once(shm: Path) -> None:
     with contextlib.ExitStack() as stack:
 
         def find() -> Any:
-            return list(directory.claim_dead_servers(mine)) or None
+            return list(dead_servers.claim_dead_servers(mine)) or None
 
         stack.enter_context(another_process(find))
-        assert [] == list(directory.claim_dead_servers(mine))
-    ((found, lock),) = directory.claim_dead_servers(mine)
+        assert [] == list(dead_servers.claim_dead_servers(mine))
+    ((found, lock),) = dead_servers.claim_dead_servers(mine)
     assert found == dead
     lock.release()
 
@@ -226,7 +226,7 @@ def test_a_live_or_starting_server_is_not_claimed(shm: Path) -> None:
         another_process(holding(owned / directory.OWNER_LOCK)),
         another_process(holding(dead_with_owner / directory.OWNER_LOCK)),
     ):
-        assert [] == list(directory.claim_dead_servers(mine))
+        assert [] == list(dead_servers.claim_dead_servers(mine))
         assert new.exists()
 
 
@@ -234,16 +234,16 @@ def test_a_dead_server_with_starting_sidecar_is_skipped(shm: Path) -> None:
     mine, dead = directory.create_server_folder(shm), dead_server(shm)
     claim = sidecar_claim.claim_sidecar_start(dead)
     assert claim is not None
-    assert [] == list(directory.claim_dead_servers(mine))
+    assert [] == list(dead_servers.claim_dead_servers(mine))
     os.close(claim)
-    assert [dead] == [folder for folder, _ in directory.claim_dead_servers(mine)]
+    assert [dead] == [folder for folder, _ in dead_servers.claim_dead_servers(mine)]
 
 
 def test_an_empty_folder_is_claimed_after_an_hour(shm: Path) -> None:
     mine, empty = directory.create_server_folder(shm), directory.create_server_folder(shm)
-    assert [] == list(directory.claim_dead_servers(mine))
+    assert [] == list(dead_servers.claim_dead_servers(mine))
     os.utime(empty, (1, 1))
-    assert [empty] == [folder for folder, _ in directory.claim_dead_servers(mine)]
+    assert [empty] == [folder for folder, _ in dead_servers.claim_dead_servers(mine)]
 
 
 def test_nothing_is_claimed_beside_a_configured_folder(shm: Path) -> None:
@@ -252,7 +252,7 @@ def test_nothing_is_claimed_beside_a_configured_folder(shm: Path) -> None:
     (sibling / "hosts").write_text("kept")
     os.utime(sibling, (1, 1))
     for configured in (directory.resolve_rings_folder(shm / "rings"), directory.resolve_rings_folder(shm)):
-        assert [] == list(directory.claim_dead_servers(configured))
+        assert [] == list(dead_servers.claim_dead_servers(configured))
     assert [sibling / "hosts"] == list(sibling.iterdir())
 
 
@@ -298,9 +298,9 @@ def test_nothing_is_removed_while_a_writer_is_live(shm: Path) -> None:
 def test_a_ring_counts_as_written_by_its_header(own: Path) -> None:
     path = own / "1-a.requests"
     path.write_bytes(bytes(16))
-    assert not directory._is_written(path)
+    assert not dead_servers._is_written(path)
     RequestWriter(FileArena(own), "2-b", "server")
-    assert directory._is_written(own / f"2-b{layout.SUFFIX_REQUESTS}")
+    assert dead_servers._is_written(own / f"2-b{layout.SUFFIX_REQUESTS}")
 
 
 def test_served_folders_are_found_from_folder_and_parents(
@@ -365,15 +365,15 @@ def test_folder_of_an_ended_server_holds_dead_rings(tmp_path: Path) -> None:
     arena = FileArena(tmp_path)
     RequestWriter(arena, "1-a", "toy")
     arena.close()
-    assert directory.holds_dead_server(tmp_path)
+    assert dead_servers.holds_dead_server(tmp_path)
     claim = sidecar_claim.claim_sidecar_start(tmp_path)
     assert claim is not None
-    assert not directory.holds_dead_server(tmp_path)
+    assert not dead_servers.holds_dead_server(tmp_path)
     os.close(claim)
-    assert directory.holds_dead_server(tmp_path)
+    assert dead_servers.holds_dead_server(tmp_path)
 
 
 def test_incomplete_rings_and_missing_folders_are_no_dead_server(tmp_path: Path) -> None:
     (tmp_path / "1-a.requests").write_bytes(bytes(4096))
-    assert not directory.holds_dead_server(tmp_path)
-    assert not directory.holds_dead_server(tmp_path / "missing")
+    assert not dead_servers.holds_dead_server(tmp_path)
+    assert not dead_servers.holds_dead_server(tmp_path / "missing")

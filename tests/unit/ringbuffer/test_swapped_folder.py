@@ -13,7 +13,7 @@ import pytest
 
 from otel_infer import _clock
 from otel_infer.config.private_files import open_folder
-from otel_infer.ringbuffer import directory, sidecar_claim
+from otel_infer.ringbuffer import dead_servers, directory, sidecar_claim
 from otel_infer.ringbuffer.arena import FileArena, ForeignFolder, RingUnavailable
 from otel_infer.ringbuffer.merged_reader import MergedReader
 from otel_infer.ringbuffer.writer import RequestWriter
@@ -127,7 +127,7 @@ def test_rings_are_hidden_from_a_planted_folder(volume: Path) -> None:
     make_victim(planted / "x")
     for folder in (planted.parent, planted):
         os.chown(folder, NOBODY, NOBODY)
-    assert not directory.holds_dead_server(planted)
-    assert list(directory.claim_dead_servers(planted.parent / "ours")) == []
+    assert not dead_servers.holds_dead_server(planted)
+    assert list(dead_servers.claim_dead_servers(planted.parent / "ours")) == []
     with pytest.raises(RingUnavailable, match="another user"):
         directory.create_server_folder(volume)

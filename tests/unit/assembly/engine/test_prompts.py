@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from otel_infer.assembly.engine import step_log
-from otel_infer.assembly.engine.step_log import PrefillHistory
+from otel_infer.assembly.engine import prefill_history
+from otel_infer.assembly.engine.prefill_history import PrefillHistory
 from otel_infer.assembly.engine.types import PrefillInStep
 
 
@@ -25,7 +25,7 @@ def test_step_without_prompts_has_none() -> None:
 
 def test_oldest_steps_are_evicted_by_prompt_count() -> None:
     history = PrefillHistory()
-    each = step_log.MAX_PREFILLS // 4
+    each = prefill_history.MAX_PREFILLS // 4
     for step in range(1, 6):
         history.add_prefills(step, prefills(each))
     assert prefills_in(history, 1) == ()
@@ -34,10 +34,10 @@ def test_oldest_steps_are_evicted_by_prompt_count() -> None:
 
 def test_many_steps_with_one_prompt_are_kept() -> None:
     history = PrefillHistory()
-    for step in range(1, step_log.MAX_PREFILLS + 1):
+    for step in range(1, prefill_history.MAX_PREFILLS + 1):
         history.add_prefills(step, prefills(1))
     assert prefills_in(history, 1)
-    history.add_prefills(step_log.MAX_PREFILLS + 1, prefills(1))
+    history.add_prefills(prefill_history.MAX_PREFILLS + 1, prefills(1))
     assert prefills_in(history, 1) == ()
 
 

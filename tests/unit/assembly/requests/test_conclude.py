@@ -175,6 +175,113 @@ def test_engine_request_without_operation_is_named_inference() -> None:
     """)
 
 
+def failed_request(*stages: tuple[str, float, float, int]) -> Story:
+    """A request whose error response has a body, so that it also has `postprocess`."""
+    story = Story()
+    a = story.arrives(0, operation="")
+    for name, started, ended, items in stages:
+        story.stage(name, started, ended, a, items=items)
+    story.add_request_event(a, events.ResponseStarted(ns(18)))
+    story.ends(20, a, events.ERROR, "MemoryError", status=500, chunks=1)
+    return story
+
+
+@pytest.mark.parametrize(
+    ("stages", "expected"),
+    [
+        ([("tokenize", 1, 2, 5), ("forward", 2, 9, events.RAISED)], "forward"),
+        ([("forward", 3, 9, events.RAISED), ("generate", 2, 10, events.RAISED)], "forward"),
+        ([("forward", 1, 2, events.RAISED), ("forward", 3, 9, 2), ("guard", 9, 12, events.RAISED)], "guard"),
+        ([("forward", 1, 2, events.RAISED), ("guard", 3, 9, events.RAISED)], "guard"),
+        ([("forward", 1, 2, events.RAISED), ("fallback", 3, 9, 0)], "postprocess"),
+    ],
+    ids=["last", "innermost", "not a handled one", "not an earlier one", "none"],
+)
+def test_the_stage_that_raised_is_the_failed_one(
+    stages: list[tuple[str, float, float, int]], expected: str
+) -> None:
+    record = failed_request(*stages).record()
+    assert record.failed_stage == expected
+    assert all(stage.attributes.get("infer.items", 0) >= 0 for stage in record.stages)
+
+
+def test_a_stage_that_raised_after_the_engine_is_the_failed_one() -> None:
+    """While the engine has the request, its own stage counts; a stage around it only repeats the exception."""
+    for finished, expected in ((True, "guard"), (False, "decode")):
+        story = Story()
+        a = streamed(story)
+        story.step(10, 20, [a], prompt={a: 5})
+        story.step(20, 30, [a])
+        if finished:
+            story.finished(30, a, tokens=2)
+        story.stage("guard", 31, 35, a, items=events.RAISED)
+        story.ends(40, a, events.ERROR, "ValueError", status=500)
+        assert story.record().failed_stage == expected
+
+
+def test_a_tokenized_request_without_engine_is_no_inference() -> None:
+    """`POST /tokenize`, or a model that was loaded: no stage of them is work of a model."""
+    for stages in (["tokenize"], ["fetch media", "prepare media", "tokenize"], ["weights"]):
+        story = Story()
+        a = story.arrives(0, operation="")
+        for number, name in enumerate(stages, 1):
+            story.stage(name, number, number + 1, a)
+        story.add_request_event(a, events.ResponseStarted(ns(9)))
+        story.ends(10, a, chunks=1)
+        assert story.record().operation == ""
+        assert story.tree().splitlines()[0] == "POST /health 0–10"
+
+
+def test_stages_of_a_refused_request_are_below_the_server_span() -> None:
+    story = Story()
+    a = story.arrives(0)
+    story.stage("tokenize", 2, 8, a)
+    story.add_request_event(a, events.ResponseStarted(ns(9)))
+    story.ends(10, a, status=400)
+    assert story.tree() == text("""
+        POST /v1/chat/completions 0–10
+          ingress 0–2
+          tokenize 2–8
+          postprocess 9–10
+    """)
+
+
+@pytest.mark.parametrize("operation", ["", "chat"])
+@pytest.mark.parametrize("stage", ["tokenize", "check input"])
+def test_a_refused_request_is_no_inference(operation: str, stage: str) -> None:
+    """Its prompt is too long, for example; what the application had named it does not count."""
+    story = Story()
+    a = story.arrives(0, operation=operation)
+    story.stage(stage, 2, 8, a)
+    story.ends(10, a, status=400)
+    assert story.record().operation == ""
+
+
+@pytest.mark.parametrize(("outcome", "status"), [(events.ERROR, 500), (events.ABORTED, 0)])
+def test_a_request_that_failed_while_tokenized_is_an_inference(outcome: int, status: int) -> None:
+    story = Story()
+    a = story.arrives(0, operation="")
+    story.stage("tokenize", 2, 10, a)
+    story.ends(10, a, outcome, "RuntimeError", status=status)
+    assert (story.record().operation, story.record().failed_stage) == ("inference", "tokenize")
+
+
+def test_a_refusal_by_the_engine_is_an_inference() -> None:
+    story = Story()
+    a = streamed(story)
+    story.ends(10, a, status=429)
+    assert story.record().operation == "chat"
+
+
+def test_a_refused_request_with_lost_events_keeps_its_operation() -> None:
+    """Events that show that an engine had it may be missing."""
+    story = Story()
+    a = story.arrives(0)
+    story.add_event(PROCESS, 0, events.EventsLost(ns(5), 3, 0))
+    story.ends(10, a, status=400)
+    assert story.record().operation == "chat"
+
+
 def test_non_generative_request_has_stages_without_tokens() -> None:
     story = Story()
     a = story.arrives(0, http=False, operation="embeddings", flags=events.SAMPLED | events.NON_GENERATIVE)

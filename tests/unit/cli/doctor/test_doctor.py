@@ -18,8 +18,9 @@ from benchmarks import gpu_verify
 from otel_infer import _version
 from otel_infer.cli.doctor import command as doctor
 from otel_infer.cli.doctor import environment, exporter, instrumentations, probe_process, shared_memory
-from otel_infer.cli.doctor.check import Check, mask_secrets
+from otel_infer.cli.doctor.check import Check
 from otel_infer.config.environment import Config
+from otel_infer.config.redaction import list_secrets, mask_secrets
 from otel_infer.export.otlp.sdk_adapter import IncompatibleSdk
 from otel_infer.gpu import nvml
 from otel_infer.gpu.nvml import NvmlState
@@ -130,7 +131,9 @@ def test_endpoint_follows_the_rules_of_the_exporters(
 def test_credentials_are_masked_everywhere() -> None:
     environ = {"OTEL_EXPORTER_OTLP_TRACES_HEADERS": "authorization=Bearer%20canary1,x-key=canary2, a=b"}
     text = "to http://me:canary3@h:1/v1/traces?key=canary4 with Bearer canary1, canary1 and canary2, ab"
-    assert "to http://***@h:1/v1/traces?*** with ***, *** and ***, ab" == mask_secrets(text, environ)
+    assert "to http://***@h:1/v1/traces?*** with ***, *** and ***, ab" == mask_secrets(
+        text, list_secrets(environ)
+    )
 
 
 # ── GPU ──────────────────────────────────────────────────────────────────────────────────────────────────────────

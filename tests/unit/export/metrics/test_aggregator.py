@@ -51,6 +51,9 @@ def rows(*ended_ms: float, tokens: int = 1, steps: tuple[int, ...] = ()) -> Requ
     )
 
 
+HTTP_ATTRIBUTES: Any = {"http.request.method": "POST", "url.scheme": "http", "http.route": "/tokenize"}
+
+
 def record(**changes: Any) -> RequestRecord:
     defaults: dict[str, Any] = {
         "trace_id": bytes(15) + b"\1",
@@ -273,11 +276,60 @@ def test_non_generative_request_has_duration_and_stages() -> None:
     assert {"gen_ai.server.request.duration", "infer.stage.duration", "infer.request.kept"} == set(collected)
 
 
-def test_non_inference_request_has_duration_and_server_exemplar() -> None:
-    other = record(operation="", provider="", model="", server_span_id=bytes(7) + b"\3")
-    point = only_point(add_and_collect(make_aggregator(), other)["gen_ai.server.request.duration"])
-    assert ({}, 1) == (point["attributes"], point["count"])
+def test_a_request_without_inference_counts_as_http_only() -> None:
+    """It has no operation. Its exemplar is the server span, the only one that is exported."""
+    other = record(operation="", provider="", model="", server_span_id=bytes(7) + b"\3", status_code=400)
+    other.attributes = HTTP_ATTRIBUTES
+    collected = add_and_collect(make_aggregator(), other)
+    assert {semconv.HTTP_REQUEST_DURATION.name, semconv.REQUEST_KEPT.name} == set(collected)
+    point = only_point(collected[semconv.HTTP_REQUEST_DURATION.name])
+    assert ({**HTTP_ATTRIBUTES, "http.response.status_code": 400}, 1) == (point["attributes"], point["count"])
     assert ["0" * 15 + "3"] == [exemplar["span_id"] for exemplar in point["exemplars"]]
+
+
+def test_an_inference_over_http_counts_as_both() -> None:
+    served = record(
+        server_span_id=bytes(7) + b"\3", status_code=504, error_type="timeout", outcome=events.ABORTED
+    )
+    collected = add_and_collect(make_aggregator(), served)
+    labels = {"http.request.method": "POST", "http.response.status_code": 504, "error.type": "timeout"}
+    assert only_point(collected[semconv.HTTP_REQUEST_DURATION.name])["attributes"] == labels
+    assert (
+        only_point(collected[semconv.REQUEST_DURATION.name])["attributes"]["gen_ai.operation.name"] == "chat"
+    )
+
+
+@pytest.mark.parametrize(
+    "changes", [{"server_span_id": b""}, {"name": "chat llama", "server_span_id": b"7" * 8}]
+)
+def test_http_of_another_library_or_none_is_not_counted(changes: dict[str, Any]) -> None:
+    """Another library has the server span, and counts it; a request by hand need not be HTTP."""
+    assert semconv.HTTP_REQUEST_DURATION.name not in add_and_collect(make_aggregator(), record(**changes))
+
+
+def test_untraced_http_requests_are_counted_by_route_and_status() -> None:
+    metrics = make_aggregator()
+    health = events.HttpServed(100 * MS, 40 * MS, 200, "", "GET", "http", "/health")
+    metrics.http_requests.add_untraced([health, health, health._replace(status_code=500, error_type="500")])
+    points = collect(metrics)[semconv.HTTP_REQUEST_DURATION.name]["points"]
+    labels = {"http.request.method": "GET", "url.scheme": "http", "http.route": "/health"}
+    assert [({**labels, "http.response.status_code": 200}, 2), (
+        {**labels, "http.response.status_code": 500, "error.type": "500"}, 1
+    )] == [(point["attributes"], point["count"]) for point in points]  # fmt: skip
+    assert only_point({"points": points[1:]})["sum"] == 0.06
+
+
+def test_odd_http_requests_add_few_series() -> None:
+    """A route is a template of the code. If user code sets a path instead, or a status by the client's number."""
+    metrics = make_aggregator()
+    for number in range(5000):
+        odd = events.HttpServed(
+            MS, 0, 600 + number, f"E{number}", f"M{number}", f"s{number}", f"/items/{number}"
+        )
+        metrics.http_requests.add_untraced([odd])
+    points = collect(metrics)[semconv.HTTP_REQUEST_DURATION.name]["points"]
+    assert len(points) <= 65
+    assert {point["attributes"]["http.request.method"] for point in points} == {"_OTHER"}
 
 
 def test_stages_and_detokenize_are_recorded() -> None:
@@ -893,7 +945,7 @@ def test_refused_request_counts_for_no_objective_or_latency() -> None:
     points = collected["infer.request.objectives"]["points"]
     assert {point["attributes"]["infer.slo.missed"]: point["value"] for point in points} == {"ttft": 1}
     assert "infer.latency.duration" not in collected and "infer.latency.slow.duration" not in collected
-    assert collected["gen_ai.server.request.duration"]["points"][0]["count"] == 99
+    assert "gen_ai.server.request.duration" not in collected
 
 
 def test_without_objectives_none_are_counted() -> None:
@@ -923,6 +975,7 @@ def test_each_metric_is_exported_as_declared() -> None:
     preempted.breakdown = LatencyBreakdown({"decode": 1, "interference": 1}, None, (("long", 1),))
     preempted.device_share = MS
     metrics.add_decision(preempted, Decision(True, 0, "slow", slow=True))
+    metrics.http_requests.add_untraced([events.HttpServed(MS, 0, 200, "", "GET", "http", "/health")])
     metrics.add_steps([step(prefill_tokens=5, block_tokens=16)])
     metrics.add_executions([Execution("vllm", 77, 0, MS, True, MS, MS)])
     metrics.add_pauses([Pause(0, MS, "gc")])

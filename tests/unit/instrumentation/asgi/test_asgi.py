@@ -91,13 +91,22 @@ class Watched:
         self.arena = arena
         self._reader: RequestReader | None = None
         self._by_handle: dict[int, list[Any]] = {}
+        self._untraced: list[events.HttpServed] = []
+
+    @property
+    def untraced(self) -> list[events.HttpServed]:
+        """The HTTP requests without a span."""
+        self.requests  # noqa: B018  (reads the ring)
+        return self._untraced
 
     @property
     def requests(self) -> list[Seen]:
         if self._reader is None and self.arena.buffers:
             self._reader = RequestReader(self.arena.buffers[0][1], 1)
         for entry in self._reader.poll(_clock.now(), final=True) if self._reader else ():
-            if entry.handle:
+            if isinstance(entry.event, events.HttpServed):
+                self._untraced.append(entry.event)
+            elif entry.handle:
                 self._by_handle.setdefault(entry.handle, []).append(entry.event)
         return [Seen(said) for said in self._by_handle.values()]
 
@@ -299,6 +308,66 @@ def test_names_match_the_conventions() -> None:
     assert semconv.HTTP_REQUEST_METHOD == "http.request.method"
     assert semconv.URL_SCHEME == "url.scheme"
     assert semconv.HTTP_ROUTE == "http.route"
+
+
+# ── requests without a span ──────────────────────────────────────────────────────────────────────────────────────
+
+
+async def served_by(app: Any, client: Client) -> BaseException | None:
+    """Runs a request behind the rings of an earlier POST. Returns the exception raised by the application."""
+    await run_request(sending(START, LAST))
+    return await run_request(app, client)
+
+
+@pytest.mark.parametrize("method", events.UNTRACED_METHODS)
+async def test_a_request_without_a_span_is_counted(watched: Watched, method: str) -> None:
+    client = Client(method=method, headers=[(b"authorization", b"canary")], path="/canary")
+    before = _clock.now()
+    assert await served_by(sending(start(404), chunk(b"a"), LAST), client) is None
+    (served,) = watched.untraced
+    assert before <= served.started_at <= served.at <= _clock.now()
+    assert served[2:] == (404, "", method, "http", "")
+    assert client.sent == [start(404), chunk(b"a"), LAST]
+    assert asgi.SCOPE_KEY not in client.scope
+    assert len(watched.requests) == 1 and b"canary" not in watched.bytes
+
+
+async def test_a_request_without_a_span_creates_no_rings(watched: Watched) -> None:
+    await run_request(sending(START, LAST), Client(method="GET"))
+    assert watched.arena.buffers == []
+
+
+@pytest.mark.parametrize(
+    ("app", "expected"),
+    [
+        (sending(start(503), LAST), (503, "503")),
+        (raising(KeyError("canary")), (500, "KeyError")),
+        (raising(KeyError("canary"), START), (200, "KeyError")),
+        (raising(asyncio.CancelledError()), (0, "cancelled")),
+        (sending(), (500, "500")),
+    ],
+    ids=["status", "raises", "raises late", "cancelled", "sends nothing"],
+)
+async def test_a_failed_request_without_a_span_names_its_error(
+    watched: Watched, app: Any, expected: tuple[int, str]
+) -> None:
+    await served_by(app, Client(method="GET"))
+    (served,) = watched.untraced
+    assert (served.status_code, served.error_type) == expected
+
+
+async def test_an_excluded_request_without_a_span_is_not_counted(watched: Watched) -> None:
+    asgi.configure_asgi("health")
+    await served_by(sending(START, LAST), Client(method="GET", path="/health"))
+    assert watched.untraced == []
+
+
+async def test_an_odd_message_of_a_request_without_a_span_is_passed_on(watched: Watched) -> None:
+    client = Client(method="GET")
+    odd: Message = {"type": "http.response.start", "status": "two hundred"}
+    await served_by(sending(odd, {}, LAST), client)
+    assert client.sent == [odd, {}, LAST]
+    assert watched.untraced[0].status_code == 0
 
 
 # ── first byte, first token, backpressure ────────────────────────────────────────────────────────────────────────

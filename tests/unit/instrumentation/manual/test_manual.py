@@ -21,6 +21,7 @@ from opentelemetry import trace
 
 import otel_infer
 from otel_infer import semconv
+from otel_infer.assembly.engine import step_log
 from otel_infer.assembly.records.request import RequestRecord
 from otel_infer.config import tenancy
 from otel_infer.instrumentation.hooks.suppression import torch_suppressed
@@ -779,3 +780,49 @@ def test_context_set_in_a_stage_generator_is_visible() -> None:
     with session():
         assert variable.get() == "inside"
     assert variable.get() == ""
+
+
+# ── overlapping steps ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def decode_concurrently(requests: int, steps: int, fails: bool = False) -> None:
+    """Each task has a request and a loop of its own; all steps of one round overlap on this thread."""
+    round_over = [asyncio.Event() for _ in range(steps)]
+    left = [requests] * steps
+
+    async def decode() -> None:
+        with otel_infer.request("chat", model="tiny") as request:
+            request.submitted(input_tokens=4)
+            for number in range(steps):
+                with otel_infer.step([request], prompt_tokens={} if number else {request: 4}):
+                    left[number] -= 1
+                    if not left[number]:
+                        round_over[number].set()
+                    await round_over[number].wait()
+            if fails:
+                raise asyncio.CancelledError
+            request.finished("stop")
+
+    await asyncio.gather(*(decode() for _ in range(requests)), return_exceptions=True)
+
+
+@pytest.mark.parametrize("requests", [100, 500])
+async def test_overlapping_steps_of_one_thread_keep_their_tokens(recording: Recording, requests: int) -> None:
+    await decode_concurrently(requests, steps=3)
+    records = recording.records()
+    assert len(records) == requests
+    assert {(record.output_tokens, record.telemetry_lost) for record in records} == {(3, False)}
+
+
+async def test_an_abort_between_overlapping_steps_is_one_of_decode(recording: Recording) -> None:
+    await decode_concurrently(100, steps=2, fails=True)
+    assert {record.failed_stage for record in recording.records()} == {"decode"}
+
+
+async def test_more_overlapping_steps_than_are_remembered_are_a_counted_loss(recording: Recording) -> None:
+    requests = step_log.MAX_UNFINISHED_STEPS + 100
+    await decode_concurrently(requests, steps=1)
+    records = recording.records()
+    lost = [record for record in records if record.telemetry_lost]
+    assert recording.events_lost == len(lost) == 100
+    assert {record.output_tokens for record in records if not record.telemetry_lost} == {1}

@@ -562,6 +562,7 @@ def test_nested_tokenizer_calls_are_one_stage(recording: Recording) -> None:
     (record,) = recording.records()
     assert [(stage.name, stage.attributes) for stage in record.stages if stage.name == "tokenize"] == [
         ("tokenize", {"infer.items": 3}),
+        ("tokenize", {}),  # it raised
         ("tokenize", {"infer.items": 1}),
     ]
     assert hook.alive

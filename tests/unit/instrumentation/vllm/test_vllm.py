@@ -651,6 +651,30 @@ def test_renderer_and_tokenizer_hooks_record_one_tokenize_stage(recording: Recor
     assert request.operation == "chat" and not request.tokenizing
 
 
+@pytest.mark.parametrize(
+    ("end", "operation", "model"),
+    [((events.OK, "", 400), "", ""), ((events.OK, "", 200), "", ""), ((events.ERROR, "500", 500), "chat", "tiny"),
+     ((events.ABORTED, "client_disconnect", 0), "chat", "tiny")],
+    ids=["too long", "tokenize", "failed", "aborted"],
+)  # fmt: skip
+def test_a_tokenized_request_is_named_if_it_failed(
+    recording: Recording, end: tuple[int, str, int], operation: str, model: str
+) -> None:
+    """Unless it failed, only its hand-over to the engine shows that it is an inference."""
+    request = start.open_request("POST", owner="asgi")
+    assert request is not None
+    token = request.attach()
+    renderer = SimpleNamespace(model_config=SimpleNamespace(model="tiny"))
+    render = api_server._make_render_probe("chat")(Call(renderer, (), {}, {}))
+    next(render)
+    with pytest.raises(StopIteration):
+        render.send(None)
+    detach(token)
+    request.close(*end)
+    (record,) = recording.records()
+    assert (record.operation, record.model) == (operation, model)
+
+
 def test_parallel_sequences_count_the_prompt_once(recording: Recording) -> None:
     front_end, parent = FrontEnd(), SimpleNamespace(sampling_params=SimpleNamespace(n=2))
     first, second = Sequence("0_r", "r"), Sequence("1_r", "r")

@@ -268,3 +268,13 @@ def test_texts_of_a_tape_do_not_control_a_terminal(path: Path) -> None:
     read, attribute = (recorded.event for recorded in batch.recorded_events)
     assert (read.operation, read.model) == ("chat?[2J", "m?31m")
     assert (attribute.key, attribute.value) == ("k?", ["two\nlines", "?]0;title?"])
+
+
+def test_a_tape_that_unpacks_to_far_more_is_cut(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with gzip.open(path, "wt", encoding="utf-8") as lines:
+        lines.write(json.dumps({"otel_infer tape": file.FORMAT}) + "\n")
+        for number in range(20):
+            lines.write(json.dumps(["@", number, "a" * (1 << 20)]) + "\n")
+    assert path.stat().st_size < 1 << 16
+    assert len(list(file.read_batches(path))) < file.MIN_LIMIT >> 20
+    assert "far more than a tape" in caplog.text

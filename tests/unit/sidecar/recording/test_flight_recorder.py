@@ -156,6 +156,32 @@ def test_only_tapes_beyond_the_newest_20_are_removed(flight: Flight) -> None:
     assert {path.stat().st_mode & 0o777 for path in flight.tapes() if path not in others} == {0o600}
 
 
+def test_requested_tapes_do_not_push_out_those_of_breaches(flight: Flight) -> None:
+    flight.folder.mkdir()
+    breaches = [flight.folder / f"otel_infer-20000101T0000{n:02d}.000000Z-slo-1.tape" for n in range(20)]
+    for path in breaches:
+        path.touch()
+    for _ in range(22):
+        flight.recorder.request_dump(flight_recorder.WEBHOOK)
+        flight.run_cycles(3)
+    assert all(path.exists() for path in breaches)
+    assert len(flight.tapes()) == 40
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs two users: run as root")
+def test_planted_tapes_do_not_push_out_real_ones(flight: Flight) -> None:
+    flight.folder.mkdir()
+    real = flight.folder / "otel_infer-20000101T000000.000000Z-signal-1.tape"
+    real.touch()
+    for number in range(25):
+        planted = flight.folder / f"otel_infer-29990101T0000{number:02d}.000000Z-signal-1.tape"
+        planted.touch()
+        os.chown(planted, 65534, 65534)
+    flight.recorder.request_dump(flight_recorder.SIGNAL)
+    flight.run_cycles(3)
+    assert real.exists()
+
+
 # ── one at a time ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -296,7 +322,7 @@ def test_an_unremovable_old_tape_prevents_nothing_else(
     flight.recorder.request_dump(flight_recorder.SIGNAL)
     flight.run_cycles(3)
     assert stuck.exists()
-    assert len(flight.tapes()) == 21
+    assert len(flight.tapes()) == 22  # 20 of breaches, the requested one, and the one that stays
     assert "no tape" not in caplog.text
     assert str(stuck) in caplog.text
 

@@ -1,0 +1,50 @@
+"""Which of the processes that one process forks report the start of their server."""
+
+from __future__ import annotations
+
+import os
+
+from otel_infer.tracing.fork_family import ForkFamily
+
+IDS = bytes(range(16)), bytes(range(8)), bytes(8)
+
+
+def claims_in_child(family: ForkFamily, joins: bool = True) -> bool:
+    """Returns whether a forked child, which then ends, may report the start."""
+    answers, answer = os.pipe()
+    child = os.fork()
+    if not child:
+        os.write(answer, b"1" if family.claim_start(joins) else b"0")
+        os._exit(0)
+    os.close(answer)
+    claimed = os.read(answers, 1) == b"1"
+    os.waitpid(child, 0)
+    os.close(answers)
+    return claimed
+
+
+def test_a_child_after_the_first_one_has_ended_reports_no_start() -> None:
+    family = ForkFamily(IDS)
+    assert [claims_in_child(family) for _ in range(3)] == [True, False, False]
+
+
+def test_children_beside_the_first_one_join_its_start() -> None:
+    """Unless each has a reader of its own, which would report the same start again."""
+    family = ForkFamily(IDS)
+    assert family.claim_start()
+    assert claims_in_child(family)
+    assert not claims_in_child(family, joins=False)
+
+
+def test_the_parent_always_reports_its_start() -> None:
+    """A helper process that it forked earlier may have claimed it, and ended."""
+    family = ForkFamily(IDS)
+    assert claims_in_child(family)
+    assert family.claim_start()
+    assert claims_in_child(family)
+
+
+def test_a_family_has_one_folder_and_one_instance() -> None:
+    first, second = ForkFamily(IDS), ForkFamily(IDS)
+    assert first.folder_token != second.folder_token and first.instance_id != second.instance_id
+    assert first.folder_token.startswith(f"{os.getpid()}-")
