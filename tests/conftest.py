@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
+
+from tests.stack.tools import list_used_tools
 
 if TYPE_CHECKING:
     from tests.support.rings import Recording
@@ -97,8 +100,30 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         session.exitstatus = max(session.exitstatus, pytest.ExitCode.TESTS_FAILED)
 
 
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    """Adds the programs of the stack that a passed test's module has used to the test's report."""
+    outcome = yield
+    report = outcome.get_result()  # type: ignore[attr-defined]
+    if report.when == "call" and report.passed:
+        report.user_properties += [("program", path) for path in sorted(list_used_tools(item.nodeid))]
+
+
+def _write_programs(reporter: pytest.TerminalReporter) -> None:
+    """Writes how many tests passed with each program of the stack."""
+    programs = Counter(
+        path
+        for report in reporter.stats.get("passed", [])
+        for name, path in report.user_properties
+        if name == "program"
+    )
+    for path, count in sorted(programs.items()):
+        reporter.write_line(f"{count} tests with {path}")
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    _write_programs(terminalreporter)
     skipped = _skipped(terminalreporter)
     before, after = (terminalreporter.config.getoption(name) for name in ("--skips-from", "--skips-to"))
     if after:

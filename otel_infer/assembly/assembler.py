@@ -82,6 +82,7 @@ class Assembler:
             events.ThreadSeen: self._add_thread_sample,
             events.ProcessDied: self._remove_process,
             **dict.fromkeys(startup.STARTUP_EVENTS, self._startups.apply_event),
+            events.ProcessLeft: self._leave_process,
         }
 
     def feed_events(self, recorded: Iterable[events.RecordedEvent]) -> None:
@@ -291,8 +292,13 @@ class Assembler:
     def _add_process(self, ring: int, handle: int, event: events.ProcessSeen) -> None:
         self._processed_until[ring] = event.processed_until
         self.workers.add_process(ring, event.pid)
+        self.processes.add_process(ring, event.role)
         self._startups.add_process(ring, event.pid, event.processed_until - GRACE_NS, event.role)
         self._pauses.add_process(ring, event)
+
+    def _leave_process(self, ring: int, handle: int, event: events.ProcessLeft) -> None:
+        self._startups.apply_event(ring, handle, event)
+        self.processes.set_left(ring, event)
 
     def _add_engine(self, ring: int, handle: int, event: events.EngineSeen) -> None:
         open_requests, fragments, process = self.open_requests, self._fragments, event.process

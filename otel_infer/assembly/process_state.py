@@ -1,5 +1,5 @@
-"""Stores the latest state of each process: active hooks, requests that its scheduler holds back, and the HTTP
-requests without a span. Pure.
+"""Stores the latest state of each process: active hooks, requests that its scheduler holds back, HTTP requests
+without a span, its end. Pure.
 """
 
 from __future__ import annotations
@@ -9,6 +9,9 @@ from typing import Any
 
 from otel_infer.ringbuffer import events
 
+SERVER_ROLE = "server"
+"""The role of a process that receives requests; others are started by it."""
+
 
 class ProcessState:
     """State by the ring of a process. `hooks`: (active, total) of each integration."""
@@ -17,6 +20,29 @@ class ProcessState:
         self.hooks: dict[tuple[int, str], tuple[int, int]] = {}
         self._waiting: dict[tuple[int, str], int] = {}
         self._untraced: list[events.HttpServed] = []
+        self._has_left: dict[int, bool] = {}
+        self._last_left = False
+        self.stop_requested = False
+        """Whether `otel-infer run` received a signal to stop the server."""
+
+    def add_process(self, ring: int, role: str) -> None:
+        """Adds a process; the end of the server depends on processes of the role `server` only."""
+        if role == SERVER_ROLE:
+            self._has_left[ring] = False
+
+    def set_left(self, ring: int, event: events.ProcessLeft) -> None:
+        """Records the exit of a process; it is orderly without an uncaught exception."""
+        if ring in self._has_left:
+            self._has_left[ring] = not event.error_type
+
+    def is_server_stopped(self) -> bool:
+        """Returns whether all processes have left orderly; of those that are gone, the last one decides.
+
+        A process that reads its own events is never gone.
+        """
+        if self._has_left:
+            return all(self._has_left.values())
+        return self._last_left or self.stop_requested
 
     def set_hooks(self, ring: int, handle: int, event: events.HooksReported) -> None:
         """Sets the number of hooks of one integration."""
@@ -44,6 +70,8 @@ class ProcessState:
 
     def remove_process(self, ring: int) -> None:
         """Removes a process."""
+        if ring in self._has_left:
+            self._last_left = self._has_left.pop(ring)
         tables: tuple[dict[Any, Any], ...] = (self.hooks, self._waiting)
         for table in tables:
             for key in [key for key in table if key[0] == ring]:

@@ -50,6 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     test = subcommands.add_parser("test", help="show which rules have data, which not, and why")
     prometheus_check.add_arguments(test)
     for subparser in (build, push, test):
+        prometheus_check.add_histograms_argument(subparser)
         subparser.add_argument("slo", nargs="?", metavar="slo.yaml", help="the objectives")
 
 
@@ -57,6 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Runs the subcommand. Returns 2 if it could not run, 1 if `test` found a rejected query, else 0."""
     try:
         groups = burn_rate_rules.build_rule_groups(_read_slo_spec(arguments.slo))
+        groups = prometheus_check.convert_histograms(arguments, groups)
         if arguments.what == "build":
             return _write_rules(arguments, groups)
     except BrokenPipeError:

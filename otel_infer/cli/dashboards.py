@@ -27,6 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the subcommands of `dashboards`."""
     subcommands = parser.add_subparsers(dest="what", metavar="WHAT", required=True)
     build = subcommands.add_parser("build", help="write them as files, or check files")
+    prometheus_check.add_histograms_argument(build)
     target = build.add_mutually_exclusive_group(required=True)
     target.add_argument("--out", metavar="DIR", help="write them to DIR")
     target.add_argument("--check", metavar="DIR", help="write nothing; exit with 1 if a file in DIR differs")
@@ -37,6 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ):
         subparser = subcommands.add_parser(name, help=summary)
         grafana.add_arguments(subparser, writes=name == "push")
+        if name != "pull":
+            prometheus_check.add_histograms_argument(subparser)
         if name == "push":
             subparser.add_argument(
                 "--force",
@@ -47,6 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             subparser.add_argument("--out", metavar="DIR", required=True, help="write them to DIR")
     check = subcommands.add_parser("check", help="show which panels have data, which not, and why")
     prometheus_check.add_arguments(check)
+    prometheus_check.add_histograms_argument(check)
     check.add_argument("--window", metavar="5m", default="5m", help="the window of rates (5m)")
 
 
@@ -55,15 +59,16 @@ def run(arguments: argparse.Namespace) -> int:
 
     Returns 1 if a check found a difference or an error, 2 if it could not run, else 0.
     """
+    boards = prometheus_check.convert_histograms(arguments, dashboards.build_dashboards())
     if arguments.what == "build":
         return (
-            _check_dashboards(Path(arguments.check))
+            _check_dashboards(boards, Path(arguments.check))
             if arguments.check
-            else _write_dashboards(Path(arguments.out))
+            else _write_dashboards(boards, Path(arguments.out))
         )
     if arguments.what == "check":
-        return prometheus_check.print_panels(arguments)
-    return grafana.run_dashboards_command(arguments, _dashboards_by_uid())
+        return prometheus_check.print_panels(arguments, boards)
+    return grafana.run_dashboards_command(arguments, {str(board["uid"]): board for board in boards.values()})
 
 
 def dashboard_to_json(board: Mapping[str, Any]) -> str:
@@ -71,14 +76,10 @@ def dashboard_to_json(board: Mapping[str, Any]) -> str:
     return json.dumps(board, indent=2, ensure_ascii=False) + "\n"
 
 
-def _dashboards_by_uid() -> dict[str, dict[str, Any]]:
-    return {str(board["uid"]): board for board in dashboards.build_dashboards().values()}
-
-
-def _write_dashboards(folder: Path) -> int:
+def _write_dashboards(boards: Mapping[str, Any], folder: Path) -> int:
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for name, board in dashboards.build_dashboards().items():
+        for name, board in boards.items():
             (folder / name).write_text(dashboard_to_json(board), encoding="utf-8")
             print(folder / name)
     except OSError as reason:
@@ -87,12 +88,8 @@ def _write_dashboards(folder: Path) -> int:
     return 0
 
 
-def _check_dashboards(folder: Path) -> int:
-    stale = [
-        name
-        for name, board in dashboards.build_dashboards().items()
-        if _read_text(folder / name) != dashboard_to_json(board)
-    ]
+def _check_dashboards(boards: Mapping[str, Any], folder: Path) -> int:
+    stale = [name for name, board in boards.items() if _read_text(folder / name) != dashboard_to_json(board)]
     for name in stale:
         print(f"{folder / name}: not of this release; run otel-infer dashboards build --out {folder}")
     return 1 if stale else 0

@@ -16,13 +16,16 @@ from typing import Any, NamedTuple
 
 from otel_infer import semconv
 from otel_infer._version import VERSION
+from otel_infer.cli.prometheus_names import explain_names
 from otel_infer.config.environment import mask_configured_secrets
-from otel_infer.monitoring import dashboards
 from otel_infer.monitoring.dashboards.dashboard import resolve_variables
+from otel_infer.monitoring.native_histograms import HISTOGRAM_FAMILIES, convert_queries
 from otel_infer.semconv import prometheus
 
 DATA, EMPTY, ERROR = "data", "empty", "error"
+CLASSIC, NATIVE = "classic", "native"
 _SERIES_NAMES = {name for metric in semconv.METRICS for name in prometheus.series_names(metric)}
+_SERIES_NAMES.update(HISTOGRAM_FAMILIES)
 _METRIC_NAME = re.compile(r"[a-zA-Z_:][\w:]*")
 
 
@@ -83,13 +86,17 @@ class PrometheusClient:
     def has_data(self, expr: str) -> bool:
         """Returns whether an instant query has a result other than NaN."""
         series = self.get("query", query=expr)["result"]
-        return any(str(sample["value"][1]) != "NaN" for sample in series)
+        return any("histogram" in sample or str(sample["value"][1]) != "NaN" for sample in series)
 
 
-def check_panels(client: PrometheusClient, window: str) -> Iterator[QueryResult]:
-    """Yields the result of every Prometheus query of all dashboards. Queries to Tempo are skipped."""
-    names = client.fetch_series_names()
-    for file, board in dashboards.build_dashboards().items():
+def check_panels(
+    client: PrometheusClient, names: set[str], boards: Mapping[str, Any], window: str
+) -> Iterator[QueryResult]:
+    """Yields the result of every Prometheus query of these dashboards, by file. Queries to Tempo are skipped.
+
+    `names`: the names of all series.
+    """
+    for file, board in boards.items():
         for panel in _iter_panels(board):
             for target in panel.get("targets", ()):
                 if "expr" in target:
@@ -97,9 +104,8 @@ def check_panels(client: PrometheusClient, window: str) -> Iterator[QueryResult]
                     yield _check_query(client, names, location, resolve_variables(target["expr"], window))
 
 
-def check_rules(client: PrometheusClient, rules: Mapping[str, Any]) -> Iterator[QueryResult]:
+def check_rules(client: PrometheusClient, names: set[str], rules: Mapping[str, Any]) -> Iterator[QueryResult]:
     """Yields the result of every rule. An alert that does not fire counts as `data` if its series exist."""
-    names = client.fetch_series_names()
     for group in rules["groups"]:
         for rule in group["rules"]:
             location = f"{group['name']}: {rule.get('alert') or rule['record']}"
@@ -136,32 +142,55 @@ def _iter_panels(board: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         yield from panel.get("panels", ())
 
 
+def add_histograms_argument(parser: argparse.ArgumentParser) -> None:
+    """Adds the option for the kind of histograms that queries ask."""
+    parser.add_argument(
+        "--histograms",
+        choices=(CLASSIC, NATIVE),
+        default=CLASSIC,
+        help="native: Prometheus stores exponential histograms of OTLP as native ones (classic)",
+    )
+
+
+def convert_histograms(arguments: argparse.Namespace, document: Any) -> Any:
+    """Returns dashboards or rules for the selected kind of histograms."""
+    return convert_queries(document) if getattr(arguments, "histograms", CLASSIC) == NATIVE else document
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options that select a Prometheus."""
     parser.add_argument("--prometheus", metavar="URL", required=True, help="its address")
     parser.add_argument("--all", action="store_true", help="also list queries with data")
 
 
-def print_panels(arguments: argparse.Namespace) -> int:
+def print_panels(arguments: argparse.Namespace, boards: Mapping[str, Any]) -> int:
     """Checks and prints the panels.
 
-    Returns 1 if a query was rejected, 2 if there is no Prometheus, else 0.
+    Returns 1 if a query was rejected, if none has data, or if Prometheus has other names than the queries; 2 if
+    there is no Prometheus, else 0.
     """
-    return _print_results(arguments, lambda client: check_panels(client, arguments.window))
+    return _print_results(
+        arguments, lambda client, names: check_panels(client, names, boards, arguments.window)
+    )
 
 
 def print_rules(arguments: argparse.Namespace, rules: Mapping[str, Any]) -> int:
     """Checks and prints the rules; returns the same status as `print_panels`."""
-    return _print_results(arguments, lambda client: check_rules(client, rules))
+    return _print_results(arguments, lambda client, names: check_rules(client, names, rules))
 
 
 def _print_results(
-    arguments: argparse.Namespace, run_checks: Callable[[PrometheusClient], Iterator[QueryResult]]
+    arguments: argparse.Namespace,
+    run_checks: Callable[[PrometheusClient, set[str]], Iterator[QueryResult]],
 ) -> int:
     counts: Counter[str] = Counter()
+    has_own_data = False
+    client = PrometheusClient(arguments.prometheus)
     try:
-        for result in run_checks(PrometheusClient(arguments.prometheus)):
+        names = client.fetch_series_names()
+        for result in run_checks(client, names):
             counts[result.outcome] += 1
+            has_own_data |= result.outcome == DATA and bool(_extract_series(result.expr))
             if arguments.all or result.outcome != DATA:
                 print(
                     f"{result.outcome:6} {result.location}"
@@ -171,4 +200,9 @@ def _print_results(
         print(f"otel-infer: {mask_configured_secrets(str(reason))}", file=sys.stderr)
         return 2
     print(f"{counts[DATA]} with data, {counts[EMPTY]} empty, {counts[ERROR]} rejected")
-    return 1 if counts[ERROR] else 0
+    mismatches = list(explain_names(names, arguments.histograms == NATIVE))
+    if not has_own_data and not mismatches:
+        mismatches.append("nothing has data; run `otel-infer doctor` on a server")
+    for mismatch in mismatches:
+        print(f"otel-infer: {mismatch}")
+    return 1 if counts[ERROR] or mismatches else 0

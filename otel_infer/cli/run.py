@@ -20,7 +20,12 @@ from pathlib import Path
 
 from otel_infer import _clock
 from otel_infer.config.environment import Config, child_environment, from_env, prepend_python_path
-from otel_infer.config.private_files import list_names, open_private_file
+from otel_infer.config.private_files import (
+    list_names,
+    open_beside_rings,
+    open_private_file,
+    remove_beside_rings,
+)
 from otel_infer.config.resource import detect_resource
 from otel_infer.ringbuffer import directory, layout
 from otel_infer.ringbuffer.arena import FileArena, RingUnavailable, choose_sizes
@@ -171,6 +176,7 @@ class Supervisor:
                     f"{taken} belongs to another server: set OTEL_INFER_RINGS to a different folder"
                 )
             choose_sizes(FileArena(self._folder), lambda sizes: sizes.requests_bytes)  # raises if none fits
+            remove_beside_rings(self._folder / directory.STOPPED_FILE)
             self._start_sidecar()
         except (RingUnavailable, OSError, launcher.SidecarStartError) as reason:
             print(f"otel-infer: no sidecar ({reason}); each process exports by itself", file=sys.stderr)
@@ -196,6 +202,7 @@ class Supervisor:
             now = time.monotonic()
             if signalled_at == began or now - signalled_at > 1.0:
                 signalled_at = now
+                self._record_stop(signal.SIGTERM)
                 os.kill(self._server.pid, signal.SIGKILL if now - began > timeout else signal.SIGTERM)
             time.sleep(POLL_S)
         self.wait_for_sidecar()
@@ -239,6 +246,7 @@ class Supervisor:
         self._forward_signal(number, number in (signal.SIGINT, signal.SIGQUIT) and _is_in_foreground())
 
     def _forward_signal(self, number: int, sent_to_group: bool) -> None:
+        self._record_stop(number)
         if self._server is None:
             self._early_signals.append(number)
         elif self.status is not None:
@@ -246,6 +254,12 @@ class Supervisor:
         elif not sent_to_group:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._server.pid, number)
+
+    def _record_stop(self, number: int) -> None:
+        """Records a signal to stop: the end that follows is no death."""
+        if self._folder is not None and number in (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT):
+            with contextlib.suppress(OSError):
+                os.close(open_beside_rings(self._folder / directory.STOPPED_FILE, os.O_WRONLY | os.O_CREAT))
 
     def _reap_children(self) -> None:
         """Reaps every ended child: the server, the sidecar, and adopted orphans."""

@@ -11,6 +11,7 @@ The layout of a folder:
         instance                    this server's `service.instance.id`
         service                     this server's `service.name`, once it follows from the engine
         destination                 digest of where this server exports (`sidecar.destination`)
+        stopped                     exists once `otel-infer run` received a signal to stop the server
         PID-TOKEN.requests          held by each writing process
         PID-TOKEN-N.steps
         dump-TOKEN.*                a request for a tape, and its answer (`recording.dump_request`)
@@ -41,7 +42,7 @@ BASE = Path("/dev/shm")
 OWNER_LOCK = "owner.lock"
 SIDECAR_LOCK = "sidecar.lock"
 INSTANCE_FILE, SERVICE_FILE = "instance", "service"
-LEDGER_FILE, DESTINATION_FILE = "ledger", "destination"
+LEDGER_FILE, DESTINATION_FILE, STOPPED_FILE = "ledger", "destination", "stopped"
 ERROR_FILE = "sidecar.error"
 """Why the sidecar ended, for the process that started it."""
 NOTICES_FILE = "sidecar.notices"
@@ -57,6 +58,7 @@ _SERVER_FILES = frozenset(
         INSTANCE_FILE,
         SERVICE_FILE,
         DESTINATION_FILE,
+        STOPPED_FILE,
         ERROR_FILE,
         NOTICES_FILE,
         LEDGER_FILE,

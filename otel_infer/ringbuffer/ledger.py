@@ -70,6 +70,11 @@ class RequestLedger:
         self._words[_W_READERS] += 1
         return self._words[_W_READERS] > 1
 
+    @property
+    def restarts(self) -> int:
+        """How many readers there were before the latest one."""
+        return max(self._words[_W_READERS] - 1, 0)
+
     def add_result(self, result: str, requests: int = 1) -> None:
         """Counts requests that were exported, or that were not to be exported."""
         self._words[_FIRST_RESULT + semconv.EXPORT_RESULTS.index(result)] += requests

@@ -25,6 +25,7 @@ URL_FULL = "url.full"
 SERVER_ADDRESS = "server.address"
 SERVER_PORT = "server.port"
 SERVICE_NAME = "service.name"
+SERVICE_NAMESPACE = "service.namespace"
 SERVICE_INSTANCE_ID = "service.instance.id"
 PROCESS_PID = "process.pid"
 

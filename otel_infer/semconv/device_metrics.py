@@ -132,6 +132,18 @@ SELF_STEPS_DROPPED = Metric(
 SELF_ERRORS = Metric(
     "infer.self.errors", COUNTER, "{error}", "Probes that raised an exception and were disabled."
 )
+SELF_RESTARTS = Metric(
+    "infer.self.restarts",
+    COUNTER,
+    "{restart}",
+    "Sidecars of this server that followed another one, because that one was killed or crashed.",
+)
+SERVER_STOPPED = Metric(
+    "infer.server.stopped",
+    GAUGE,
+    "{server}",
+    "0 while the server runs, and after its death; 1 after its orderly end or a signal to stop.",
+)
 SELF_SPANS = Metric("infer.self.spans", COUNTER, "{span}", "Spans that the destination accepted.")
 SELF_BYTES = Metric(
     "infer.self.export.size", COUNTER, "By", "Size of the spans passed to the exporter, uncompressed."

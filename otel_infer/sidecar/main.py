@@ -171,6 +171,7 @@ class Sidecar:
             self._folder, settings.dump_on_slo, bool(settings.dump_on_slo), settings.slo
         )
         self._dump_port, self._webhook_tried_at = settings.dump_port, 0
+        self._sends_metrics = settings.exports_metrics and not settings.scrape_address
         self._webhook: Webhook | None = None
         self._start_webhook(_clock.now())
         self._pipeline = make_pipeline(
@@ -208,6 +209,9 @@ class Sidecar:
         # Only an orderly exit removes rings: after a crash, the next sidecar continues with them.
         if self._webhook is not None:  # the next sidecar of this server may be waiting for the port
             self._webhook.close()
+        self._pipeline.assembler.processes.stop_requested = (
+            read_status(self._folder / directory.STOPPED_FILE) is not None
+        )
         self._pipeline.run_cycle(_clock.now(), final=True)
         self._pipeline.close(FLUSH_S)
         if self._refusals.report_new() and (self._folder / directory.OWNER_LOCK).exists():
@@ -302,7 +306,8 @@ class Sidecar:
 
         self._webhook_tried_at = now
         try:
-            self._webhook = Webhook(self._dump_port, self._flight_recorder)
+            resource = self._service.resource if self._sends_metrics else {}
+            self._webhook = Webhook(self._dump_port, self._flight_recorder, resource)
         except OSError as error:
             if is_first:
                 log.error("no webhook at %s yet, trying again every 2 s: %s", self._dump_port, error)

@@ -20,7 +20,7 @@ from otel_infer.config import budget, slo
 from otel_infer.config.environment import Config
 from otel_infer.export.interfaces import RequestExporter, RequestListener
 from otel_infer.export.metrics import prometheus_endpoint, self_metrics
-from otel_infer.export.metrics.aggregator import MetricsAggregator
+from otel_infer.export.metrics.aggregator import PUSH, SCRAPE, MetricsAggregator
 from otel_infer.export.metrics.sender import MetricsSender
 from otel_infer.export.request_log import RequestLog
 from otel_infer.export.sampling import tail_sampler
@@ -130,7 +130,7 @@ class Pipeline:
         if final or now - self._collected_at >= self.config.metric_export_interval_ms * 1_000_000:
             self._collect_metrics(now, final)
         if self._scrape is not None and self._scrape.has_pending_scrape(now):
-            self._scrape.publish_metrics(self._snapshot_metrics())
+            self._scrape.publish_metrics(self._snapshot_metrics(SCRAPE))
         return bool(recorded)
 
     def enforce_budget(self, now: int) -> None:
@@ -254,6 +254,7 @@ class Pipeline:
                 traffic_classes=bool(self.config.traffic_class),
                 has_objectives=bool(self.config.slo),
             )
+            self._metrics.begin_known_series()
         return self._metrics
 
     def close(self, timeout: float) -> None:
@@ -314,9 +315,9 @@ class Pipeline:
             return
         if self._metrics_sender.can_accept(behind=behind or final):
             self._collected_at = now
-            self._metrics_sender.put(self._snapshot_metrics(), is_delta=self.metrics.is_delta)
+            self._metrics_sender.put(self._snapshot_metrics(PUSH), is_delta=self.metrics.is_delta)
 
-    def _snapshot_metrics(self) -> Any:
+    def _snapshot_metrics(self, reader: str = "") -> Any:
         for delta in self._metrics_sender.drain_refused_deltas() if self._metrics_sender is not None else ():
             self.metrics.restore_self_counts(delta)
         state_metrics.set_state_metrics(
@@ -326,7 +327,11 @@ class Pipeline:
         state_metrics.set_request_counts(
             self.metrics, self.accounting.read_counts(own_only=self.metrics.is_delta)
         )
-        return self.metrics.collect(_clock.read_clocks()[1])
+        restarts = self.rings.ledger.restarts
+        self.metrics.set_value(
+            semconv.SELF_RESTARTS, {}, min(restarts, 1) if self.metrics.is_delta else restarts
+        )
+        return self.metrics.collect(_clock.read_clocks()[1], reader)
 
     def count_losses(self) -> dict[str, int]:
         """Returns the losses by reason."""

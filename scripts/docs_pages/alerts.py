@@ -96,7 +96,7 @@ Each server (`job`) and model has its own budget.
   response has many.
 - **A new server.** A window that is longer than the server's history covers what there is. After a bad first hour with {minimum}
   requests the windows of one and three days are bad too, until better hours follow. Events before Prometheus' first sample are in no
-  rate.
+  rate; therefore a series with an error type is sent with 0 before its first value.
 - **Clients that disconnect** are no errors. `errors` counts neither {kinds} nor requests that their client cancelled.
   `ttft` and `tpot` count successful requests, `itl` also the gaps of aborted ones, and `e2e` all requests. {leave} alerts on
   disconnects.
@@ -107,12 +107,14 @@ Each server (`job`) and model has its own budget.
 `page` needs attention now. `ticket` can wait until the next working day. `info` helps with a diagnosis. In Alertmanager:
 
 - **Inhibit.** While a `page` fires, mute `ticket` and `info` of the same `job` and model, because they may be its cause. Do not mute
-  TelemetryDropping and HooksMissing: they report that data is missing.
+  TelemetryDropping, SidecarRestarted, HookFailed and HooksMissing: they report that data is missing.
   [The stack's alertmanager.yml](../examples/stack/alertmanager.yml) has these rules.
 - **Save a recording.** Send pages to the webhook of the [flight recorder](flight-recorder.md#save-a-recording-when-an-alert-fires).
-  `group_wait` must be far below its 120 s.
+  `group_wait` must be far below its 120 s. List the webhook of each server: each writes a tape for its own `job` and `instance` only.
 - **Watch the alerting path.** {watchdog} always fires. Send it to a service that raises an alarm when it stops.
-- {gone} ends ten minutes after the last metrics of a server, because Prometheus then has no series for it.
+- {gone} ends ten minutes after the last metrics of a server, because Prometheus then has no series for it. It does not fire for a
+  server that was stopped on purpose: the last export has `infer.server.stopped` = 1. A server that is scraped ends before Prometheus
+  reads that; silence the alert for the stop, or send metrics over OTLP.
 
 ## From an alert to the request
 

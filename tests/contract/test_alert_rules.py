@@ -14,7 +14,7 @@ import yaml
 from otel_infer import semconv
 from otel_infer.cli.alerts import rules_to_yaml
 from otel_infer.monitoring.alerts import burn_rate_rules, slo_spec
-from otel_infer.monitoring.alerts.cause_alerts import CAUSE_ALERTS
+from otel_infer.sidecar.recording.window import WINDOW_NS
 from tests.stack.tools import tool
 
 J = 'job="s",instance="i"'
@@ -148,6 +148,10 @@ CASES: dict[str, Case] = {
         grows("infer_self_lost_total", f'{J},infer_loss_reason="events_overwritten"', 1),
         grows("infer_self_lost_total", f'{J},infer_loss_reason="steps_over_budget"', 1),
     ),
+    "SidecarRestarted": Case(
+        grows("infer_self_restarts_total", J, 0.01), grows("infer_self_restarts_total", J, 0)
+    ),
+    "HookFailed": Case(grows("infer_self_errors_total", J, 0.01), grows("infer_self_errors_total", J, 0)),
     "HooksMissing": Case(
         state("infer_self_hooks", f'{J},infer_integration="vllm",infer_hook_state="missing"', 2),
         state("infer_self_hooks", f'{J},infer_integration="vllm",infer_hook_state="missing"', 0),
@@ -236,20 +240,34 @@ def test_queue_growing_fires_only_while_the_queue_grows(tmp_path: Path) -> None:
     )
 
 
-def test_a_gone_server_fires_until_its_series_expires(tmp_path: Path) -> None:
+GONE = {
+    "killed": ({"i": "0x20 _x30"}, 1),
+    "killed with its sidecar, before it reported": ({}, 1),
+    "stopped": ({"i": "0x19 1 _x30"}, None),
+    "one of two killed": ({"i": "0x19 1 _x30", "j": "0x20 _x30"}, 1),
+    "killed after an earlier instance was stopped": ({"h": "0x5 1 _x44", "i": "0x20 _x30"}, 1),
+}
+
+
+@pytest.mark.parametrize(("stopped", "fires"), GONE.values(), ids=GONE)
+def test_a_gone_server_fires_unless_it_was_stopped(
+    tmp_path: Path, stopped: dict[str, str], fires: int | None
+) -> None:
+    """It fires until its series expire."""
     present = {"series": f"infer_self_memory_usage_bytes{{{J}}}", "values": "1x20 _x30"}
+    states = [
+        {"series": f'infer_server_stopped{{job="s",instance="{instance}"}}', "values": values}
+        for instance, values in stopped.items()
+    ]
+    expected = [("15m", None), ("28m", fires), ("45m", None)]
     run_promtool(
         tmp_path,
         "ServerGone",
         [
             {
                 "interval": "1m",
-                "input_series": [present],
-                "promql_expr_test": [
-                    firing("ServerGone", "15m", None),
-                    firing("ServerGone", "28m", 1),
-                    firing("ServerGone", "45m", None),
-                ],
+                "input_series": [present, *states],
+                "promql_expr_test": [firing("ServerGone", *each) for each in expected],
             }
         ],
     )
@@ -271,13 +289,29 @@ def test_the_first_event_of_a_new_series_fires(tmp_path: Path, alert: str) -> No
     )
 
 
-def test_alerts_on_single_events_are_pending_for_less_than_their_window() -> None:
+def seconds(length: str) -> int:
+    return int(length[:-1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[length[-1]]
+
+
+def list_alerts(**changes: Any) -> list[dict[str, Any]]:
+    groups = burn_rate_rules.build_rule_groups(slo_spec.DEFAULT_SPEC._replace(**changes))["groups"]
+    return [rule for group in groups for rule in group["rules"] if "alert" in rule]
+
+
+@pytest.mark.parametrize("windows", slo_spec.WINDOW_SETS.values(), ids=slo_spec.WINDOW_SETS)
+def test_an_alert_is_pending_for_less_than_its_window(windows: Any) -> None:
     """Otherwise a single burst leaves the window before the alert fires."""
-    minutes = {"0s": 0, "5m": 5, "10m": 10, "15m": 15}
-    for alert in CAUSE_ALERTS:
-        if "unless max_over_time" in alert.expr:
-            window = min(int(length) for length in re.findall(r"increase\(.*?\[(\d+)m\]", alert.expr))
-            assert minutes[alert.pending_period] < window, alert.name
+    for rule in list_alerts(windows=windows):
+        ranges = re.findall(r"\[(\d+[smhd])[\]:]|ratio_rate(\d+[smhd])", rule["expr"])
+        shortest = min((seconds(a or b) for a, b in ranges), default=None)
+        assert shortest is None or seconds(rule.get("for", "0s")) < shortest, rule["alert"]
+
+
+def test_a_page_fires_while_its_beginning_is_recorded() -> None:
+    """The flight recorder holds a page's pending period and 60 s for rates, evaluation and delivery."""
+    pages = [rule for rule in list_alerts() if rule["labels"]["severity"] == "page"]
+    assert len(pages) > 8
+    assert max(seconds(rule.get("for", "0s")) for rule in pages) + 60 <= WINDOW_NS / 1e9
 
 
 LOSSES = [reason for reason in semconv.LOSS_REASONS if reason not in ("steps_over_budget", "values_cut")]
@@ -293,6 +327,39 @@ def test_one_burst_of_losses_fires(tmp_path: Path, reason: str) -> None:
         tmp_path,
         "TelemetryDropping",
         [{**series, "promql_expr_test": [firing("TelemetryDropping", *each) for each in expected]}],
+    )
+
+
+ONE_EVENT = {
+    "OutOfDeviceMemory": f'infer_marks_total{{{J},infer_mark_name="allocator_oom"}}',
+    "DeviceMemoryShort": f'infer_marks_total{{{J},infer_mark_name="allocator_retry"}}',
+    "GpuMemoryErrors": f'hw_errors_total{{{G},error_type="uncorrected"}}',
+    "SidecarRestarted": f"infer_self_restarts_total{{{J}}}",
+    "HookFailed": f"infer_self_errors_total{{{J}}}",
+}
+
+
+@pytest.mark.parametrize("alert", ONE_EVENT)
+def test_one_event_fires(tmp_path: Path, alert: str) -> None:
+    """The series is there with 0, rises by one, and then stays."""
+    series = {"interval": "1m", "input_series": [{"series": ONE_EVENT[alert], "values": "0x30 1x60"}]}
+    expected = [("29m", None), ("38m", 1), ("55m", None)]
+    run_promtool(
+        tmp_path, alert, [{**series, "promql_expr_test": [firing(alert, *each) for each in expected]}]
+    )
+
+
+@pytest.mark.parametrize("error", ["ValueError", "timeout", "process_died", "_OTHER"])
+def test_one_burst_of_errors_burns_the_budget(tmp_path: Path, error: str) -> None:
+    """The first failures of a server end within one scrape. Their series begins with 0."""
+    success = {"series": f"{E2E}_count{{{M}}}", "values": "0+60x150"}
+    failures = {"series": f'{E2E}_count{{{M},error_type="{error}"}}', "values": "_x59 0 1500x90"}
+    expected = [("59m", None), ("63m", 1)]
+    series = {"interval": "1m", "input_series": [success, failures]}
+    run_promtool(
+        tmp_path,
+        "ErrorsBudgetBurn",
+        [{**series, "promql_expr_test": [firing("ErrorsBudgetBurn", *each) for each in expected]}],
     )
 
 

@@ -395,6 +395,24 @@ def test_the_first_tier_balances_traces_and_no_metrics() -> None:
     assert find_value("compose, collectors: services sampler command") == tail_sampling["command"]
 
 
+@pytest.mark.parametrize("name", COLLECTORS)
+def test_the_collector_accepts_its_files(name: str, tmp_path: Path) -> None:
+    """The health check of the gateway is left out, because a Collector without contributions has none."""
+    files = COLLECTORS[name]
+    if "extensions" in read(files[0]):
+        config = {key: value for key, value in read(files[0]).items() if key != "extensions"}
+        config["service"] = {key: value for key, value in config["service"].items() if key != "extensions"}
+        files = [tmp_path / files[0].name]
+        files[0].write_text(yaml.safe_dump(config))
+    completed = subprocess.run(
+        [tool("otelcol"), "validate", *(f"--config={file}" for file in files)],
+        capture_output=True,
+        text=True,
+        env={"TEMPO_ENDPOINT": "tempo:4317"},
+    )
+    assert completed.returncode == 0, completed.stderr
+
+
 # ── Prometheus, Tempo, Alertmanager ──────────────────────────────────────────────────────────────────────────────
 
 
@@ -567,6 +585,87 @@ def test_a_container_is_restricted_and_its_references_exist(
     probes = [container[key] for key in container if key.endswith("Probe")]
     probed = {probe["httpGet"]["port"] for probe in probes if "exec" not in probe}
     assert probed <= {port["name"] for port in container.get("ports", ())}
+
+
+def namespace(name: str, **labels: str) -> dict[str, str]:
+    return {"kubernetes.io/metadata.name": name, **labels}
+
+
+def pod(name: str) -> dict[str, str]:
+    return {"app.kubernetes.io/name": name}
+
+
+INFERENCE, MONITORING = namespace("inference"), namespace("monitoring")
+CLIENTS = namespace("apps", **{"llm-clients": "true"})
+PEERS: dict[str, tuple[dict[str, str], dict[str, str], set[tuple[str, str]]]] = {
+    "a server": (INFERENCE, pod("llm-server"), {("gateway", "otlp-grpc"), ("gateway", "otlp-http")}),
+    "Prometheus": (MONITORING, pod("prometheus"), {("gateway", "metrics"), ("llm-server", "metrics")}),
+    "a client": (CLIENTS, pod("app"), {("llm-server", "http")}),
+    "a stranger": (namespace("other"), pod("app"), set()),
+    "a stranger in the namespace": (INFERENCE, pod("app"), set()),
+    "a stranger with the server's name": (namespace("other"), pod("llm-server"), set()),
+    "a stranger with Prometheus' name": (namespace("other"), pod("prometheus"), set()),
+    "another pod of monitoring": (MONITORING, pod("grafana"), set()),
+}
+"""Labels of a pod's namespace and of a pod, and the (pod, port) that it may reach."""
+
+
+def admits(policy: Any, peer_namespace: dict[str, str], peer: dict[str, str], port: str) -> bool:
+    """Returns whether a network policy of the namespace `inference` admits this pod at this port."""
+
+    def matches(source: Any) -> bool:
+        selected = source.get("namespaceSelector", {"matchLabels": INFERENCE})["matchLabels"]
+        wanted = source.get("podSelector", {"matchLabels": {}})["matchLabels"]
+        return selected.items() <= peer_namespace.items() and wanted.items() <= peer.items()
+
+    return any(
+        any(map(matches, rule["from"])) and {"port": port} in rule["ports"]
+        for rule in policy["spec"].get("ingress", ())
+    )
+
+
+@pytest.mark.parametrize(("peer_namespace", "peer", "reachable"), PEERS.values(), ids=PEERS)
+def test_network_policies_admit_only_who_must_connect(
+    peer_namespace: dict[str, str], peer: dict[str, str], reachable: set[tuple[str, str]]
+) -> None:
+    policies = [built for built in OBJECTS if built["kind"] == "NetworkPolicy"]
+    assert {"podSelector": {}, "policyTypes": ["Ingress"]} in [policy["spec"] for policy in policies]
+    found = {
+        (name, port["name"])
+        for name in ("gateway", "llm-server")
+        for container in pod_spec(find_object("Deployment", name))["containers"]
+        for port in container["ports"]
+        for policy in policies
+        if policy["spec"]["podSelector"].get("matchLabels") == pod(name)
+        and admits(policy, peer_namespace, peer, port["name"])
+    }
+    assert found == reachable
+
+
+CONNECTIONS = {
+    ("load", "server"), ("server", "collector"), ("collector", "tempo"), ("collector", "prometheus"),
+    ("collector", "sampler"), ("sampler", "tempo"), ("sampler", "prometheus"), ("tempo", "prometheus"),
+    ("prometheus", "tempo"), ("prometheus", "alertmanager"), ("prometheus", "collector"), ("prometheus", "sampler"),
+    ("grafana", "prometheus"), ("grafana", "tempo"), ("grafana", "alertmanager"), ("alertmanager", "server"),
+}  # fmt: skip
+APART = [
+    ("load", "collector"),
+    ("load", "alertmanager"),
+    ("server", "tempo"),
+    ("server", "sampler"),
+    ("grafana", "server"),
+]
+
+
+def test_services_that_need_no_connection_share_no_network() -> None:
+    networks = {
+        name: {*services(path)[name]["networks"]}
+        for path, name in SERVICES
+        if "networks" in services(path)[name]
+    }
+    assert set().union(*networks.values()) == set(read(COMPOSE)["networks"])
+    assert [pair for pair in CONNECTIONS if not networks[pair[0]] & networks[pair[1]]] == []
+    assert [pair for pair in APART if networks[pair[0]] & networks[pair[1]]] == []
 
 
 def test_the_server_starts_no_sidecar_beside_the_container() -> None:

@@ -135,6 +135,59 @@ def test_killed_sidecar_is_replaced_without_duplicate_spans(
     assert len(instances) == 1
 
 
+def last_values(receiver: OtlpReceiver, metric: semconv.Metric) -> list[float]:
+    """Returns the values of a metric in the last export that has it."""
+    exported = [it for it in receiver.metrics if it["name"] == metric.name]
+    return [point["value"] for point in exported[-1]["points"]] if exported else []
+
+
+@LAUNCHERS
+@pytest.mark.parametrize(("end", "stopped"), [("stop", 1), ("kill", 0)])
+def test_a_stopped_server_says_so(
+    start: Start, receiver: OtlpReceiver, launcher: Sequence[str], end: str, stopped: int
+) -> None:
+    toy = start(launcher)
+    assert toy.chat().status == 200
+    toy.state()
+    getattr(toy, end)()
+    toy.wait()
+    assert receiver.wait_for(lambda it: last_values(it, semconv.SERVER_STOPPED) == [stopped], 5)
+    values = {
+        value
+        for it in receiver.metrics
+        if it["name"] == semconv.SERVER_STOPPED.name
+        for value in [point["value"] for point in it["points"]]
+    }
+    assert values <= {0, stopped}
+
+
+def test_killed_sidecars_are_counted(start: Start, receiver: OtlpReceiver) -> None:
+    toy = start(RUN, OTEL_METRIC_EXPORT_INTERVAL="500")
+    assert toy.chat().status == 200
+    assert receiver.wait_for(lambda it: last_values(it, semconv.SELF_RESTARTS) == [0], 5)
+    os.kill(toy.sidecar(), signal.SIGKILL)
+    assert toy.chat().status == 200
+    assert receiver.wait_for(lambda it: last_values(it, semconv.SELF_RESTARTS) == [1], 15)
+
+
+def test_the_first_errors_follow_a_zero(start: Start, receiver: OtlpReceiver) -> None:
+    """Also where the server ends at once."""
+    toy = start(RUN)
+    for _ in range(3):
+        assert toy.post("/chat", {"fail": "x"}).status == 500
+    toy.stop()
+    toy.wait()
+    counts = [
+        point["count"]
+        for it in receiver.metrics
+        if it["name"] == semconv.REQUEST_DURATION.name
+        for point in it["points"]
+        if semconv.ERROR_TYPE in point["attributes"]
+    ]
+    assert counts[0] == 0
+    assert counts[-1] == 3
+
+
 LONG = """
 import http.client, json, sys
 connection = http.client.HTTPConnection("127.0.0.1", int(sys.argv[1]), timeout=20)

@@ -1,10 +1,13 @@
 """The server of `benchmarks.complaint_server` on a fake GPU, which otel_infer's own code reads.
 
 otel-infer run -- python tests/stack/loop_server.py PORT '{"max_batch": 8, …}'
+
+A prompt of `COLD_PROMPT` tokens compiles a function. POST /odd sends a malformed ASGI message.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import time
@@ -22,6 +25,7 @@ from tests.support.fake_device import OnHostClock
 DEVICE = OnHostClock()
 DEVICE.kind = "cuda"
 LAUNCH_NS = 400_000
+COLD_PROMPT = 77
 
 
 class Cuda(ModuleType):
@@ -65,15 +69,29 @@ class OnDevice(complaint_server.Engine):
         self.on_gpu = True
 
     def run_forward(self, prompt_tokens: int, step: otel_infer.step) -> None:
+        if prompt_tokens == COLD_PROMPT:
+            torch._dynamo.reset()
+            torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1))
         time.sleep(LAUNCH_NS / 1e9)
         _, done_at = DEVICE.launch(round(self.compute_step_ms(prompt_tokens) * 1e6))
         step.launched()
         time.sleep(max(done_at - DEVICE.now(), 0) / 1e9)
 
 
+class App(complaint_server.App):
+    """An application that is malformed at one path."""
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope.get("path") == "/odd":
+            await send({"type": "http.response.start"})
+        await super().__call__(scope, receive, send)
+
+
 if __name__ == "__main__":
+    with contextlib.suppress(ImportError):
+        import hypercorn.app_wrappers  # noqa: F401 - a test may put one there that has no hooks
     sys.modules["torch.cuda"] = torch.cuda = Cuda("torch.cuda")  # type: ignore[assignment]
     timing._find_device = lambda: DEVICE  # replaces the lookup of CUDA's current device
     complaint_server.Engine = OnDevice  # type: ignore[misc]
-    app = complaint_server.App(complaint_server.Faults(**json.loads(sys.argv[2])))
+    app = App(complaint_server.Faults(**json.loads(sys.argv[2])))
     uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[1]), log_level="error", lifespan="off")

@@ -1,4 +1,4 @@
-"""A real Prometheus, a real Alertmanager and a webhook that receives alerts, each on a free port."""
+"""A real Prometheus, Alertmanager and Collector, and a webhook that receives alerts, each on a free port."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from tests.support.served import free_port
 
 
 class Running:
-    """A program with a readiness endpoint at `/-/ready`."""
+    """A program with a readiness endpoint."""
 
-    def __init__(self, command: Sequence[str], port: int, log: Path) -> None:
-        self.url = f"http://127.0.0.1:{port}"
+    def __init__(self, command: Sequence[str], port: int, log: Path, ready: str = "/-/ready") -> None:
+        self.url, self._ready = f"http://127.0.0.1:{port}", ready
         self._log = log.open("wb")
         self._process = subprocess.Popen(command, stdout=self._log, stderr=self._log)
         if not until(self._is_ready, 30):
@@ -35,7 +35,7 @@ class Running:
 
     def _is_ready(self) -> bool:
         try:
-            return bool(urllib.request.urlopen(f"{self.url}/-/ready", timeout=2).status == 200)
+            return bool(urllib.request.urlopen(self.url + self._ready, timeout=2).status == 200)
         except OSError:
             return False
 
@@ -46,7 +46,10 @@ class Running:
 
 
 class Prometheus(Running):
-    """A Prometheus that scrapes a port per job. `rules` are files; `every` is the scrape interval."""
+    """A Prometheus that scrapes a port per job. `rules` are files; `every` is the scrape interval.
+
+    `strategy`: it also receives OTLP, and translates names so.
+    """
 
     def __init__(
         self,
@@ -55,14 +58,16 @@ class Prometheus(Running):
         rules: Sequence[Path] = (),
         alertmanager: str = "",
         every: str = "1s",
+        strategy: str = "",
     ) -> None:
-        self._scrape_interval = every
+        self._scrape_interval, self._strategy = every, strategy
         self._file = folder / "prometheus.yml"
         self._rules, self._alertmanager = [str(rule) for rule in rules], alertmanager
         self._configure(targets)
         port = free_port()
         options = [f"--config.file={self._file}", f"--storage.tsdb.path={folder / 'data'}"]
         options += ["--enable-feature=exemplar-storage", "--web.enable-lifecycle"]
+        options += ["--web.enable-otlp-receiver"] if strategy else []
         address = f"--web.listen-address=127.0.0.1:{port}"
         super().__init__([tool("prometheus"), *options, address], port, folder / "prometheus.log")
         self.client = PrometheusClient(self.url)
@@ -78,6 +83,8 @@ class Prometheus(Running):
             "rule_files": self._rules,
             "storage": {"exemplars": {"max_exemplars": 100_000}},
         }
+        if self._strategy:
+            config["otlp"] = {"translation_strategy": self._strategy}
         if self._alertmanager:
             managers = [{"static_configs": [{"targets": [self._alertmanager.removeprefix("http://")]}]}]
             config["alerting"] = {"alertmanagers": managers}
@@ -109,10 +116,13 @@ class Prometheus(Running):
 
 
 class Alertmanager(Running):
-    """An Alertmanager that sends every alert to a webhook without delay."""
+    """An Alertmanager that sends every alert to these webhooks without delay."""
 
-    def __init__(self, folder: Path, hook: str) -> None:
-        receiver = {"name": "hook", "webhook_configs": [{"url": hook, "send_resolved": True}]}
+    def __init__(self, folder: Path, *hooks: str) -> None:
+        receiver = {
+            "name": "hook",
+            "webhook_configs": [{"url": hook, "send_resolved": True} for hook in hooks],
+        }
         route = {"receiver": "hook", "group_by": ["..."], "group_wait": "0s", "group_interval": "1s"}
         file = folder / "alertmanager.yml"
         file.write_text(yaml.safe_dump({"route": route, "receivers": [receiver]}))
@@ -124,6 +134,34 @@ class Alertmanager(Running):
         ]
         address = f"--web.listen-address=127.0.0.1:{port}"
         super().__init__([tool("alertmanager"), *options, address], port, folder / "alertmanager.log")
+
+
+class Collector(Running):
+    """A Collector with these configuration files, the later ones laid over the earlier ones.
+
+    `overlay`: laid over all of them, for addresses and waits. `port` receives OTLP by gRPC and the next one by HTTP.
+    """
+
+    def __init__(self, folder: Path, files: Sequence[Path], overlay: Mapping[str, Any] = {}) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.grpc_port, self.http_port, metrics_port = free_port(), free_port(), free_port()
+        protocols = {
+            "grpc": {"endpoint": f"127.0.0.1:{self.grpc_port}"},
+            "http": {"endpoint": f"127.0.0.1:{self.http_port}"},
+        }
+        exporter = {"prometheus": {"host": "127.0.0.1", "port": metrics_port}}
+        readers = [{"pull": {"exporter": exporter}}]
+        addresses = {
+            "receivers": {"otlp": {"protocols": protocols}},
+            "service": {"telemetry": {"metrics": {"readers": readers}}},
+        }
+        options = [f"--config={file}" for file in files]
+        for name, content in (("addresses", addresses), ("overlay", overlay)):
+            (folder / f"{name}.yaml").write_text(yaml.safe_dump(dict(content)))
+            options.append(f"--config={folder / name}.yaml")
+        super().__init__(
+            [tool("otelcol"), *options], metrics_port, folder / "collector.log", ready="/metrics"
+        )
 
 
 class Webhook:

@@ -42,6 +42,9 @@ MAX_NAMES = 64
 
 KV_IDLE_NS = 1_000_000_000
 
+PUSH, SCRAPE = "push", "scrape"
+"""Readers of the metrics: the OTLP destination and the scrape endpoint."""
+
 
 class MetricsAggregator:
     """Counts finished requests, engine steps and process events.
@@ -88,6 +91,11 @@ class MetricsAggregator:
         self._causes = CardinalityLimit(MAX_NAMES)
         self._tenants, self._traffic_classes = tenants, traffic_classes
 
+    def begin_known_series(self) -> None:
+        """Begins the counters of single events at 0, because `rate()` does not count what a series begins with."""
+        for name in semconv.MARK_NAMES:
+            self._number_series[semconv.MARKS.name].set((name,), 0)
+
     def allow_model(self, model: str) -> None:
         """Allows metrics to name this served model; the first 50 are allowed. Any other model is `_OTHER`."""
         if model and len(self._served_models) < MAX_MODELS:
@@ -128,8 +136,7 @@ class MetricsAggregator:
             self._record_duration(semconv.REQUEST_ABANDONED, key, record.duration_ns, source)
         if record.breakdown is not None:
             self._count_breakdown(record, record.breakdown, (*request_key, *caller_key))
-        if record.preemptions:
-            self._number_series[semconv.REQUEST_PREEMPTIONS.name].add(request_key, record.preemptions)
+        self._number_series[semconv.REQUEST_PREEMPTIONS.name].add(request_key, record.preemptions)
         self._record_token_latency(record, (*request_key, *caller_key), source)
 
     def add_steps(self, records: Sequence[StepRecord]) -> None:
@@ -224,16 +231,22 @@ class MetricsAggregator:
             if metric.name.startswith(semconv.SELF_PREFIX) and isinstance(metric.data, export.Sum):
                 self._number_series[metric.name].restore_delta(metric.data)
 
-    def collect(self, now_unix_ns: int) -> export.MetricsData:
-        """Returns all data points; for delta, those since the last collection."""
+    def collect(self, now_unix_ns: int, reader: str = "") -> export.MetricsData:
+        """Returns all data points; for delta, those since the last collection.
+
+        `reader`: the destination (`PUSH`, `SCRAPE`), which gets each series with an error type first with 0.
+        """
         self._inter_token_latency.record_pending()
         self._flush_cause_totals()
         metrics = []
         for metric in semconv.METRICS:
-            series = self._histograms.get(metric.name) or self._number_series[metric.name]
             delta = self.is_delta and metric.instrument in (semconv.HISTOGRAM, semconv.COUNTER)
             since = min(self._collected_at, now_unix_ns) if delta else self._started_at
-            data = series.collect_data(DELTA if delta else CUMULATIVE, since, now_unix_ns)
+            span = (DELTA if delta else CUMULATIVE, since, now_unix_ns)
+            if metric.instrument == semconv.HISTOGRAM:
+                data = self._histograms[metric.name].collect_data(*span, reader)
+            else:
+                data = self._number_series[metric.name].collect_data(*span)
             if data is not None:
                 name, meaning, unit = metric.name, metric.description, metric.unit
                 metrics.append(export.Metric(name=name, description=meaning, unit=unit, data=data))

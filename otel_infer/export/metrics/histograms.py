@@ -107,7 +107,8 @@ class Histogram:
         self, attributes: Mapping[str, Value], started_at: int, now: int
     ) -> dict[str, Any]:
         """Returns the fields that both kinds of data points have."""
-        fields: dict[str, Any] = {"count": self.count, "sum": self.sum, "min": self.min, "max": self.max}
+        fields: dict[str, Any] = {"count": self.count, "sum": self.sum}
+        fields.update(min=self.min if self.count else None, max=self.max if self.count else None)
         fields.update(attributes=attributes, start_time_unix_nano=started_at, time_unix_nano=now)
         if Exemplar is not None:
             # By time: a native histogram of Prometheus refuses an exemplar older than the one before it.
@@ -246,6 +247,9 @@ class HistogramSeries:
     def __init__(self, metric: semconv.Metric, exponential: bool) -> None:
         self._metric, self._exponential = metric, exponential
         self._histograms: dict[Key, Histogram] = {}
+        names = metric.attributes
+        self._error_position = names.index(semconv.ERROR_TYPE) if semconv.ERROR_TYPE in names else len(names)
+        self._error_series_read: dict[str, set[Key]] = {}
 
     def get_or_create(self, key: Key) -> Histogram:
         """Returns the histogram of this key, and creates it on first use."""
@@ -254,25 +258,40 @@ class HistogramSeries:
             return known
         if len(self._histograms) >= MAX_SERIES:
             key = OVERFLOW_KEY
-        new = ExponentialHistogram() if self._exponential else ExplicitHistogram(self._metric.bounds)
-        return self._histograms.setdefault(key, new)
+        return self._histograms.setdefault(key, self._make_empty())
 
-    def collect_data(self, temporality: export.AggregationTemporality, since: int, now: int) -> Any:
+    def _make_empty(self) -> Histogram:
+        return ExponentialHistogram() if self._exponential else ExplicitHistogram(self._metric.bounds)
+
+    def collect_data(
+        self, temporality: export.AggregationTemporality, since: int, now: int, reader: str = ""
+    ) -> Any:
         """Returns the SDK's data of this metric, None if nothing was counted.
 
-        Delta temporality resets the counts.
+        Delta temporality resets the counts. Of a cumulative series with `error.type`, each `reader` first
+        gets an empty point, because `rate()` counts only what follows the first point; "" = no such point.
         """
-        counted = [(key, histogram) for key, histogram in self._histograms.items() if histogram.count]
+        is_delta = temporality is export.AggregationTemporality.DELTA
+        counted = {key: histogram for key, histogram in self._histograms.items() if histogram.count}
+        if reader and not is_delta:
+            counted.update((key, self._make_empty()) for key in self._take_new_errors(counted, reader))
         points = [
             histogram.make_point(key_to_attributes(self._metric, key), since, now)
-            for key, histogram in counted
+            for key, histogram in counted.items()
         ]
-        if temporality is export.AggregationTemporality.DELTA:
+        if is_delta:
             self._histograms = {}
         if not points:
             return None
         form = export.ExponentialHistogram if self._exponential else export.Histogram
         return form(data_points=points, aggregation_temporality=temporality)
+
+    def _take_new_errors(self, keys: Iterable[Key], reader: str) -> set[Key]:
+        """Returns the keys with an error type that `reader` gets for the first time."""
+        at, read = self._error_position, self._error_series_read.setdefault(reader, set())
+        new = {key for key in keys if len(key) > at and key[at] is not None} - read
+        read |= new
+        return new
 
 
 def key_to_attributes(metric: semconv.Metric, key: Key) -> dict[str, Any]:

@@ -27,14 +27,15 @@ def set_self_usage(set_value: SetValue) -> None:
     set_value(semconv.SELF_MEMORY, {}, read_resident_bytes())
 
 
-PROCESS_METRICS = (semconv.ENGINE_WAITING, semconv.SELF_HOOKS)
+PROCESS_METRICS = (semconv.ENGINE_WAITING, semconv.SELF_HOOKS, semconv.SERVER_STOPPED)
 
 
 def set_process_metrics(processes: ProcessState, set_value: SetValue) -> None:
-    """Sets the waiting requests of engines by reason, and the hooks of integrations by state.
+    """Sets the waiting requests of engines by reason, the hooks of integrations by state, and the server's end.
 
-    Both are sums over all processes.
+    The first two are sums over all processes.
     """
+    set_value(semconv.SERVER_STOPPED, {}, int(processes.is_server_stopped()))
     for reason, count in processes.count_waiting().items():
         set_value(semconv.ENGINE_WAITING, {semconv.WAIT_REASON: reason}, count)
     hooks: Counter[tuple[str, str]] = Counter()

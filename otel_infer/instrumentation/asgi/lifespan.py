@@ -1,4 +1,7 @@
-"""Records an application's startup: from the call of its lifespan until it reports completion or failure."""
+"""Records an application's startup and shutdown, from the messages of its lifespan.
+
+The startup lasts from the call of the lifespan until it reports completion or failure.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +27,14 @@ class Lifespan:
 
     async def run(self, call: App, scope: Scope, receive: Receive) -> None:
         """Calls the application, and records a failed startup when the call ends."""
+
+        async def receive_message() -> Message:
+            message = await receive()
+            self._record_shutdown(message)
+            return message
+
         try:
-            await call(scope, receive, self.send)
+            await call(scope, receive_message, self.send)
         except BaseException as exc:
             if self._failed:
                 self._record_phase_end(type(exc).__qualname__)
@@ -44,6 +53,14 @@ class Lifespan:
         except BaseException as exc:
             self._hook.mark_failed(exc)
         await self._send(message)
+
+    def _record_shutdown(self, message: Message) -> None:
+        """Records the exit here, because a server that stopped on a signal may end by that signal."""
+        try:
+            if message["type"] == "lifespan.shutdown":
+                recorder.record_startup(events.ProcessLeft(_clock.now(), ""))
+        except BaseException as exc:
+            self._hook.mark_failed(exc)
 
     def _record_phase_end(self, error_type: str) -> None:
         phase_end = events.PhaseEnded(

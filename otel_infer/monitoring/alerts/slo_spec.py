@@ -57,8 +57,8 @@ class BurnRateWindow(NamedTuple):
 
 
 STANDARD_WINDOWS = (
-    BurnRateWindow("page", 14.4, "1h", "5m", "2m"),
-    BurnRateWindow("page", 6, "6h", "30m", "15m"),
+    BurnRateWindow("page", 14.4, "1h", "5m", "1m"),
+    BurnRateWindow("page", 6, "6h", "30m", "1m"),
     BurnRateWindow("ticket", 3, "1d", "2h", "1h"),
     BurnRateWindow("ticket", 1, "3d", "6h", "3h"),
 )

@@ -247,7 +247,7 @@ class SlowCollector:
         assert self.may_answer.acquire(timeout=10)
         metrics = {metric.name: metric.data for metric in data.resource_metrics[0].scope_metrics[0].metrics}
         marks = metrics.get("infer.marks")
-        self.sums.append(marks.data_points[0].value if marks else 0)
+        self.sums.append(sum(point.value for point in marks.data_points) if marks else 0)
 
     def shutdown(self) -> None:
         self.may_answer.release()

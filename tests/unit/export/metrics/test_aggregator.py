@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,6 +20,7 @@ from otel_infer.assembly.engine.step_rows import RequestSteps
 from otel_infer.assembly.engine.types import Execution, StepRecord
 from otel_infer.assembly.records.process import Mark, Pause, Phase, StartRecord
 from otel_infer.assembly.records.request import LatencyBreakdown, RequestRecord, Stage
+from otel_infer.export.metrics import aggregator, openmetrics
 from otel_infer.export.metrics.aggregator import MetricsAggregator
 from otel_infer.export.metrics.counters import NumberSeries
 from otel_infer.export.metrics.histograms import MAX_SERIES
@@ -36,11 +38,11 @@ GEN_AI = {"gen_ai.operation.name": "chat", "gen_ai.provider.name": "vllm", "gen_
 
 
 def make_aggregator(**options: Any) -> MetricsAggregator:
-    aggregator = MetricsAggregator(
+    metrics = MetricsAggregator(
         **{"resource": {"service.name": "vllm"}, "started_at_unix_ns": STARTED, **options}
     )
-    aggregator.allow_model("llama")
-    return aggregator
+    metrics.allow_model("llama")
+    return metrics
 
 
 def rows(*ended_ms: float, tokens: int = 1, steps: tuple[int, ...] = ()) -> RequestSteps:
@@ -169,6 +171,7 @@ def test_generation_has_ttft_tpot_and_inter_token_latency() -> None:
         "infer.inter_token_latency",
         "infer.request.tokens",
         "infer.request.kept",
+        "infer.request.preemptions",
     }
     assert expected == set(collected)
     ttft = only_point(collected["gen_ai.server.time_to_first_token"])
@@ -369,8 +372,54 @@ def test_preemptions_and_sampling_reasons_are_counters() -> None:
     assert expected == [(point["attributes"], point["value"]) for point in sampled["points"]]
 
 
-def test_request_without_preemption_adds_no_series() -> None:
-    assert "infer.request.preemptions" not in add_and_collect(make_aggregator(), record())
+def test_preemptions_of_a_model_begin_at_zero() -> None:
+    collected = add_and_collect(make_aggregator(), generation())
+    assert only_point(collected["infer.request.preemptions"])["value"] == 0
+
+
+def test_marks_begin_at_zero() -> None:
+    metrics = make_aggregator()
+    metrics.begin_known_series()
+    values = {
+        point["attributes"]["infer.mark.name"]: point["value"]
+        for point in collect(metrics)["infer.marks"]["points"]
+    }
+    assert values == dict.fromkeys(semconv.MARK_NAMES, 0)
+
+
+def read_error_counts(metrics: MetricsAggregator, reader: str) -> list[tuple[str | None, int]]:
+    encoded = encode_metrics(metrics.collect(NOW, reader)).SerializeToString()
+    (metric,) = [m for m in decoded("metrics", encoded) if m["name"] == "gen_ai.server.request.duration"]
+    return [(point["attributes"].get("error.type"), point["count"]) for point in metric["points"]]
+
+
+def test_each_reader_gets_a_new_error_series_first_empty() -> None:
+    """Prometheus counts only what follows the first sample of a series."""
+    metrics = make_aggregator()
+    for _ in range(500):
+        metrics.add_request(record(outcome=events.ERROR, error_type="OutOfMemoryError"), exported=False)
+    metrics.add_request(record(), exported=False)
+    first, later = ("OutOfMemoryError", 0), ("OutOfMemoryError", 500)
+    assert read_error_counts(metrics, aggregator.PUSH) == [first, (None, 1)]
+    assert read_error_counts(metrics, aggregator.PUSH) == [later, (None, 1)]
+    assert read_error_counts(metrics, aggregator.SCRAPE) == [first, (None, 1)]
+    assert read_error_counts(metrics, aggregator.SCRAPE) == [later, (None, 1)]
+
+
+def test_an_empty_error_series_is_rendered_and_encoded() -> None:
+    failed = record(outcome=events.ERROR, error_type="OSError")
+    for exponential in (True, False):
+        metrics = make_aggregator(exponential=exponential)
+        metrics.add_request(failed, exported=True)
+        assert read_error_counts(metrics, aggregator.PUSH) == [("OSError", 0)]
+    text = openmetrics.render_metrics(metrics.collect(NOW, aggregator.SCRAPE), is_open=True).decode()
+    assert re.search(r'request_duration_seconds_count\{.*error_type="OSError".*\} 0\n', text)
+
+
+def test_deltas_of_errors_have_no_empty_point() -> None:
+    metrics = make_aggregator(temporality="delta")
+    metrics.add_request(record(outcome=events.ERROR, error_type="OSError"), exported=False)
+    assert read_error_counts(metrics, aggregator.PUSH) == [("OSError", 1)]
 
 
 # ── exemplars ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -737,7 +786,9 @@ def test_aggregator_without_data_exports_nothing() -> None:
 
 
 def test_negative_duration_adds_no_point() -> None:
-    assert {"infer.request.kept"} == set(add_and_collect(make_aggregator(), record(ended_at=0)))
+    assert {"infer.request.kept", "infer.request.preemptions"} == set(
+        add_and_collect(make_aggregator(), record(ended_at=0))
+    )
 
 
 def test_exponential_histograms_can_be_enabled() -> None:
@@ -982,7 +1033,9 @@ def test_each_metric_is_exported_as_declared() -> None:
     metrics.add_start(start_record(Phase("imports", 0, MS)), exported=True)
     metrics.add_marks([Mark(0, MS, "allocator_oom", 1), Mark(0, MS, "kv_eviction", 2)])
     for metric in semconv.METRICS:
-        by_value = metric.name.startswith(("infer.self.", "hw.", "infer.gpu.", "infer.device.memory."))
+        by_value = metric.name.startswith(
+            ("infer.self.", "infer.server.", "hw.", "infer.gpu.", "infer.device.memory.")
+        )
         if by_value or metric in (semconv.REQUEST_ACTIVE, semconv.ENGINE_WAITING, semconv.PINNED_MEMORY):
             metrics.set_value(metric, dict.fromkeys(metric.attributes, "x"), 1)
     collected = add_and_collect(metrics, aborted, preempted)

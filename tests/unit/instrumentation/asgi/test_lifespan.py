@@ -69,6 +69,23 @@ async def test_startup_complete_marks_the_application_ready(arena: MemoryArena) 
     assert ended[2:] == ("ready", "lifespan", "", "")
 
 
+async def test_a_shutdown_is_an_orderly_exit(arena: MemoryArena) -> None:
+    """uvicorn ends by the signal that stopped it, so that no exit function of the process runs."""
+    stop = {"type": "lifespan.shutdown"}
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        assert await receive() is stop
+
+    async def receive() -> Message:
+        return stop
+
+    async def send(message: Message) -> None:
+        """Sends nothing."""
+
+    await asgi.wrap(app)({"type": "lifespan", "state": {}}, receive, send)
+    assert isinstance(read_events(arena)[-1], events.ProcessLeft)
+
+
 async def test_failed_startup_records_the_exception_type(
     arena: MemoryArena,
 ) -> None:

@@ -19,7 +19,7 @@ import pytest
 from otel_infer.export import http_server
 from otel_infer.ringbuffer import directory, events
 from otel_infer.ringbuffer.events import RecordedEvent
-from otel_infer.sidecar.recording import dump_request, file, flight_recorder
+from otel_infer.sidecar.recording import alert_target, dump_request, file, flight_recorder
 from otel_infer.sidecar.recording.flight_recorder import DumpRejected, FlightRecorder
 from otel_infer.sidecar.recording.webhook import Webhook
 
@@ -438,12 +438,15 @@ def test_only_stale_unfetched_tapes_are_removed(flight: Flight) -> None:
 # ── webhook ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+RESOURCE = {"service.name": "chat", "service.instance.id": "i-1"}
+
+
 @pytest.fixture
 def webhook(flight: Flight) -> Iterator[Webhook]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    webhook = Webhook(str(port), flight.recorder)
+    webhook = Webhook(str(port), flight.recorder, RESOURCE)
     yield webhook
     webhook.close()
 
@@ -476,6 +479,48 @@ def test_a_resolved_alert_writes_no_tape(flight: Flight, webhook: Webhook) -> No
     assert send_request(webhook, body='{"status": "resolved"}')[0] == 200
     flight.run_cycles(5)
     assert flight.tapes() == []
+
+
+def notification(*alerts: Mapping[str, str], status: str = "firing") -> str:
+    """Returns the body that Alertmanager sends for a group of alerts with these labels."""
+    listed = [{"status": status, "labels": {"alertname": "A", **labels}} for labels in alerts]
+    return json.dumps({"version": "4", "status": "firing", "alerts": listed})
+
+
+OWN, OTHER = {"job": "chat"}, {"job": "search"}
+ADDRESSES: dict[str, tuple[str, str, int]] = {
+    "own job": ("/dump", notification(OWN), 202),
+    "own job and instance": ("/dump", notification({**OWN, "instance": "i-1"}), 202),
+    "no server": ("/dump", notification({}), 202),
+    "one of two": ("/dump", notification(OTHER, OWN), 202),
+    "another job": ("/dump", notification(OTHER), 200),
+    "another instance": ("/dump", notification({**OWN, "instance": "i-2"}), 200),
+    "resolved": ("/dump", notification(OWN, status="resolved"), 200),
+    "scraped as": ("/dump?job=scraped", notification({"job": "scraped"}), 202),
+    "scraped as another": ("/dump?job=scraped", notification(OWN), 200),
+    "scraped at": ("/dump?job=s&instance=h:1", notification({"job": "s", "instance": "h:1"}), 202),
+    "scraped at another": ("/dump?job=s&instance=h:1", notification({"job": "s", "instance": "h:2"}), 200),
+}
+
+
+@pytest.mark.parametrize(("path", "body", "status"), ADDRESSES.values(), ids=ADDRESSES)
+def test_only_a_page_about_this_server_writes_a_tape(
+    flight: Flight, webhook: Webhook, path: str, body: str, status: int
+) -> None:
+    answered, answer = send_request(webhook, path=path, body=body)
+    flight.run_cycles(3)
+    assert (answered, len(flight.tapes())) == (status, int(status == 202))
+    assert (answer["file"] is None) == (status == 200)
+
+
+@pytest.mark.parametrize("body", ['{"alerts": [1]}', '{"alerts": [{"labels": 1}]}', '{"alerts": {}}'])
+def test_an_odd_notification_is_answered(webhook: Webhook, body: str) -> None:
+    assert send_request(webhook, body=body)[0] in (200, 202)
+
+
+def test_a_namespace_is_part_of_the_job() -> None:
+    own = alert_target.find_own_labels({**RESOURCE, "service.namespace": "prod"})
+    assert own == {"job": "prod/chat", "instance": "i-1"}
 
 
 BAD: dict[str, tuple[int, dict[str, Any]]] = {
@@ -542,7 +587,7 @@ def test_a_rejected_dump_returns_503(flight: Flight, webhook: Webhook) -> None:
 def test_the_webhook_listens_on_loopback_by_default(flight: Flight, webhook: Webhook) -> None:
     assert webhook._server.server_address[0] == "127.0.0.1"
     webhook.close()
-    other = Webhook(f"0.0.0.0:{webhook.port}", flight.recorder)
+    other = Webhook(f"0.0.0.0:{webhook.port}", flight.recorder, {})
     assert other._server.server_address[0] == "0.0.0.0"
     other.close()
 
