@@ -50,6 +50,13 @@ class ProcessRings:
             values_cut=int(words[layout.W_VALUES_CUT]),
         )
 
+    @property
+    def pending_flush(self) -> int:
+        """Returns the number of the flush that the writer waits for; 0 = none."""
+        words = self.reader.header.words
+        is_pending = words[layout.W_FLUSH_REQUESTED] != words[layout.W_FLUSH_DONE]
+        return int(words[layout.W_FLUSH_REQUESTED]) if is_pending else 0
+
     def complete_flush(self, number: int, is_refused: bool) -> None:
         """Marks a flush of this process as done. `is_refused`: a receiver refused something of it."""
         words = self.reader.header.words
