@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 from otel_infer import _clock
 from otel_infer._bootstrap import startup_message
 from otel_infer._bootstrap.exit_signal import ExitSignalHandler
+from otel_infer._bootstrap.sidecar_starter import SidecarStarter
+from otel_infer._bootstrap.startup_message import print_stderr
 from otel_infer.config import environment, propagators
 from otel_infer.config.environment import Config
 from otel_infer.config.resource import detect_resource
@@ -26,12 +28,11 @@ from otel_infer.instrumentation import registry
 from otel_infer.instrumentation.hooks import probe
 from otel_infer.instrumentation.hooks.instrumentor import Instrumentor, InstrumentorStatus
 from otel_infer.instrumentation.torch import cuda_graphs
-from otel_infer.ringbuffer import directory, layout, sidecar_claim
+from otel_infer.ringbuffer import directory, layout
 from otel_infer.ringbuffer.arena import Arena, FileArena, MemoryArena, RingUnavailable
 from otel_infer.ringbuffer.flush_request import request_flush
 from otel_infer.ringbuffer.recorder import SERVER, recorder
 from otel_infer.sidecar import launcher
-from otel_infer.sidecar.notices import NoticePrinter
 from otel_infer.tracing import process_start, request_span, start
 from otel_infer.tracing.sampler import create_span_factory
 
@@ -49,20 +50,13 @@ class _Installation:
         self.installed: list[Instrumentor] = []
         self.provider: TracerProvider | None = None
         self.folder: Path | None = None
-        self.sidecar: Any = None
         self.reader: InProcessReader | None = None
         self.why_in_process = self._sidecar_error = ""
-        self._is_env_exported = self._is_startup_reported = self._had_reader = False
-        self._old_sidecars: list[Any] = []
+        self._is_env_exported = self._is_startup_reported = False
         self._exit_finalizer: Any = None
-        self._notices = NoticePrinter()
-        self._start_claim: int | None = None
+        self._sidecars = SidecarStarter()
         self._exit_signal = ExitSignalHandler(self._close_reader)
-        self._lock, self._restarts, self._start_recorder = (
-            threading.Lock(),
-            launcher.RestartBackoff(),
-            process_start.ProcessStartRecorder(),
-        )
+        self._lock, self._start_recorder = threading.Lock(), process_start.ProcessStartRecorder()
         os.register_at_fork(before=self._prepare_fork, after_in_child=self._reset_after_fork)
 
     # ── install and remove ───────────────────────────────────────────────────────────────────────────────────────
@@ -78,13 +72,13 @@ class _Installation:
         except Exception as reason:  # for example a bad standard variable; the server runs uninstrumented
             self.uninstrument()
             message = environment.mask_configured_secrets(f"{type(reason).__name__}: {reason}")
-            _print_stderr(f"otel_infer: not instrumented: {message}")
+            print_stderr(f"otel_infer: not instrumented: {message}")
             return False
 
     def _install_hooks(self, provider: TracerProvider | None, names: Sequence[str]) -> bool:
         self.settings, messages = environment.from_env_or_defaults()
         for message in filter(None, (*messages, propagators.describe_unusable())):
-            _print_stderr(f"otel_infer: {message}")
+            print_stderr(f"otel_infer: {message}")
         self.provider = provider
         exports = self.settings.exports or (provider is not None and not self.settings.is_disabled)
         if environment.is_sidecar() or not exports:
@@ -135,18 +129,19 @@ class _Installation:
             reader.close()
         if self._is_env_exported:
             environment.unset_ringbuffer_dir(str(self.folder))
-        if self.sidecar is not None:  # it exits on its own; `poll()` reaps it
-            self._old_sidecars = [
-                sidecar for sidecar in (*self._old_sidecars, self.sidecar) if sidecar.poll() is None
-            ]
-        self.folder = self.sidecar = None
+        self._sidecars.release()
+        self.folder = None
         self.why_in_process = self._sidecar_error = ""
-        self._is_env_exported = self._is_startup_reported = self._had_reader = False
-        self._restarts = launcher.RestartBackoff()
+        self._is_env_exported = self._is_startup_reported = False
 
     def _close_reader(self) -> None:
         if self.reader is not None:
             self.reader.close()
+
+    @property
+    def sidecar(self) -> Any:
+        """The process of the sidecar that this process started; None if it started none."""
+        return self._sidecars.sidecar
 
     def list_statuses(self) -> list[InstrumentorStatus]:
         """Returns the status of each installed integration."""
@@ -198,7 +193,7 @@ class _Installation:
             environment.unset_ringbuffer_dir(str(self.folder))
             directory.remove_server_folder(self.folder)
         if self.settings.mode == "sidecar":
-            _print_stderr(
+            print_stderr(
                 f"otel_infer: disabled, because OTEL_INFER_MODE=sidecar and {reason}; "
                 "set OTEL_INFER_MODE=auto to export in-process"
             )
@@ -230,7 +225,7 @@ class _Installation:
             atexit.register(process_start.record_process_exit)
             if recorder.role == SERVER:
                 has_provider = self.provider is not None
-                _print_stderr(
+                print_stderr(
                     startup_message.format_message(
                         self.settings, self.list_statuses(), has_provider, self.why_in_process
                     )
@@ -248,23 +243,23 @@ class _Installation:
                 self._exit_finalizer = multiprocessing_util.Finalize(None, self.reader.close, exitpriority=0)
 
     def _ensure_sidecar(self, folder: Path) -> None:
-        if self.sidecar is not None and self.sidecar.poll() is None:
-            self._notices.print_new(folder)
+        if self._sidecars.is_running():
+            self._sidecars.print_notices(folder)
             if recorder.are_rings_unreachable():  # another user renamed their folder before they were read
                 recorder.discard_rings()
             return
         if directory.is_held(folder / directory.SIDECAR_LOCK) or directory.is_held(
             folder / directory.OWNER_LOCK
         ):
-            self._had_reader = True
+            self._sidecars.had_reader = True
             return
         if recorder.arena is not None and not recorder.arena.is_visible():
             self._start_recorder.mark_recorded()
             recorder.discard_rings()
         elif recorder.role != SERVER:  # the server kills an engine process together with its children
             return
-        elif self._restarts.is_due(_clock.now(), self.sidecar and self.sidecar.returncode):
-            self._claim_and_start_sidecar(folder)
+        elif self._sidecars.is_start_due(_clock.now()):
+            self._start_sidecar(folder)
 
     def _detect_role(self) -> str:
         """Returns the role of this process in its server, by the process name that its library set."""
@@ -278,31 +273,13 @@ class _Installation:
         ]
         return roles[0] if roles else SERVER
 
-    def _claim_and_start_sidecar(self, folder: Path) -> None:
-        self._start_claim = sidecar_claim.claim_sidecar_start(folder)
-        if self._start_claim is None:
-            return
+    def _start_sidecar(self, folder: Path) -> None:
+        family = self._start_recorder.family
+        resource = detect_resource(family.instance_id if family is not None else "")
         try:
-            self._start_sidecar(folder, self._start_claim)
-        finally:
-            self._close_claim()
-
-    def _close_claim(self) -> None:
-        claim, self._start_claim = self._start_claim, None
-        if claim is not None and claim >= 0:
-            os.close(claim)
-
-    def _start_sidecar(self, folder: Path, claim: int) -> None:
-        if self.sidecar is not None and self.sidecar.returncode > 0:
-            _print_stderr(launcher.describe_end(folder))
-        self._restarts.record_start(_clock.now())
-        try:
-            family = self._start_recorder.family
-            resource = detect_resource(family.instance_id if family is not None else "")
-            self.sidecar = launcher.start_sidecar(folder, self.settings, resource, claim)
-            self._had_reader = True
+            self._sidecars.start(folder, self.settings, resource)
         except launcher.SidecarStartError as reason:
-            if self._had_reader:  # a sidecar ran here before, so this failure may be temporary
+            if self._sidecars.had_reader:  # a sidecar ran here before, so this failure may be temporary
                 return
             self._sidecar_error = str(reason)
             recorder.discard_rings()
@@ -319,17 +296,10 @@ class _Installation:
             self._start_recorder.prepare_fork()
 
     def _reset_after_fork(self) -> None:
-        self._lock, self._restarts, self._start_recorder = (
-            threading.Lock(),
-            launcher.RestartBackoff(),
-            process_start.ProcessStartRecorder(self._start_recorder.family),
-        )
-        self._close_claim()  # of a start in the parent process
-        for child in (*self._old_sidecars, *filter(None, (self.sidecar,))):
-            child.returncode = 0  # a child of the parent process, which reaps it
-        self.reader = self.sidecar = self._exit_finalizer = None
-        self._old_sidecars = []
-        self._had_reader = False
+        self._lock = threading.Lock()
+        self._start_recorder = process_start.ProcessStartRecorder(self._start_recorder.family)
+        self._sidecars.reset_after_fork()
+        self.reader = self._exit_finalizer = None
         request = start.current_request()
         if request is not None:
             # The parent process records the rest of this request; this process opens requests separately.
@@ -343,8 +313,3 @@ def _is_run_as(module: str) -> bool:
     """Returns whether this process was started as `python -m module`, before `sys.argv` shows it."""
     arguments = sys.orig_argv
     return "-m" in arguments and arguments[arguments.index("-m") + 1 :][:1] == [module]
-
-
-def _print_stderr(line: str) -> None:
-    with contextlib.suppress(OSError, ValueError):
-        print(line, file=sys.stderr, flush=True)

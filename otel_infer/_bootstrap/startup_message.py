@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 from otel_infer._version import VERSION
@@ -73,3 +74,11 @@ def _format_volume(settings: Config) -> str:
     daily = settings.step_budget * 86400 / 1e9
     stored, sent = daily * BYTES_PER_STEP_SPAN, daily * BYTES_PER_STEP_SPAN_SENT
     return f"≤ {stored:.0f} GB/day of step spans ({sent:.1f} sent) at {settings.step_budget} spans/s"
+
+
+def print_stderr(line: str) -> None:
+    """Prints a line to the server's stderr, if it has one."""
+    try:
+        print(line, file=sys.stderr, flush=True)
+    except (OSError, ValueError):
+        pass

@@ -23,10 +23,10 @@ from otel_infer.assembly.engine.workers import WorkerState
 from otel_infer.assembly.gpu_clocks import GpuClocks
 from otel_infer.assembly.pauses import Pauses
 from otel_infer.assembly.process_state import ProcessState
-from otel_infer.assembly.records.process import Mark, Pause, StartRecord
+from otel_infer.assembly.records.process import StartRecord
 from otel_infer.assembly.records.request import RequestRecord
 from otel_infer.assembly.request_fragments import RequestFragments
-from otel_infer.assembly.requests.conclude import OpenRequest, build_records
+from otel_infer.assembly.requests.conclude import OpenRequest, build_records, build_unrecorded_end
 from otel_infer.assembly.startup import StartupTracker
 from otel_infer.ringbuffer import events
 
@@ -40,18 +40,19 @@ _NEVER = 1 << 63
 
 
 class Assembler:
-    """Assembles events from `feed_events`; the `drain_…` methods return what is finished."""
+    """Assembles events from `feed_events`; the `drain_…` methods return what is finished.
+
+    `requests_seen`: requests that were opened here, without those that an earlier reader has concluded.
+    """
 
     def __init__(self) -> None:
         self.open_requests: dict[Key, OpenRequest] = {}
         self.engines: dict[int, EngineStepLog] = {}
         self._seen_step_kinds: dict[tuple[int, str], StepKinds] = {}
-        self.events_lost = self.events_torn = 0
-        self.requests_seen = 0
-        """Requests that were opened here, without those that an earlier reader has concluded."""
+        self.events_lost = self.events_torn = self.requests_seen = 0
         self.steps: list[StepRecord] = []
         self.workers, self.processes, self._clocks = WorkerState(), ProcessState(), GpuClocks()
-        self._fragments, self._pauses, self._startups = RequestFragments(), Pauses(), StartupTracker()
+        self._fragments, self.pauses, self._startups = RequestFragments(), Pauses(), StartupTracker()
         self._ended: list[tuple[int, int, OpenRequest]] = []  # a heap: due instant, unique number, request
         self._due, self._numbers = _NEVER, itertools.count()
         self._closed: list[OpenRequest] = []
@@ -125,14 +126,6 @@ class Assembler:
         """Returns when the oldest request that is not concluded arrived; `horizon` if there is none."""
         return min((request.arrived_at for request in self.open_requests.values()), default=horizon)
 
-    def drain_pauses(self) -> list[Pause]:
-        """Returns the pauses of all processes since the last call, without pauses that are phases of a start."""
-        return self._pauses.drain_pauses()
-
-    def drain_marks(self) -> list[Mark]:
-        """Returns the marks of all processes since the last call."""
-        return self._pauses.drain_marks()
-
     def count_active(self) -> dict[str, int]:
         """Returns the requests in flight: `queued` (not scheduled yet) and `running`.
 
@@ -205,7 +198,7 @@ class Assembler:
         """Ends a request whose end was not recorded. `at`: when that was noticed, perhaps long after the end."""
         if request.ended is None:
             request.mark_end_lost()
-            self._mark_ended(request, _build_end(at, events.OK, ""))
+            self._mark_ended(request, build_unrecorded_end(at, events.OK, ""))
 
     def _close_due_requests(self, horizon: int) -> None:
         while self._due <= horizon:
@@ -218,7 +211,7 @@ class Assembler:
                 self.requests_seen -= 1
             else:
                 request.close_at(due)
-                self._pauses.attach_to_request(request)
+                self.pauses.attach_to_request(request)
                 self._closed.append(request)
                 self._closed_steps += request.step_count
                 if self._closed_steps >= STEPS_PER_BATCH:
@@ -240,14 +233,14 @@ class Assembler:
             self._ready.append(record)
 
     def _remove_process(self, ring: int, handle: int, event: events.ProcessDied) -> None:
-        ending = _build_end(event.at, events.ERROR, semconv.ERROR_PROCESS_DIED)
+        ending = build_unrecorded_end(event.at, events.ERROR, semconv.ERROR_PROCESS_DIED)
         for request in self._own_requests(ring):
             self._mark_ended(request, ending)
-            self._pauses.attach_to_request(request)
+            self.pauses.attach_to_request(request)
         self._fragments.remove_process(ring)
         for number in [number for number, engine in self.engines.items() if engine.process == ring]:
             del self.engines[number]
-        self._pauses.remove_process(ring)
+        self.pauses.remove_process(ring)
         self.workers.remove_process(ring)
         self.processes.remove_process(ring)
         self._startups.remove_process(ring, event)
@@ -277,7 +270,7 @@ class Assembler:
         is_new = event.at > self._processed_until.get(ring, 0) and not self._startups.is_startup_pause(
             ring, event
         )
-        self._pauses.add_pause(ring, event, is_new)
+        self.pauses.add_pause(ring, event, is_new)
         self._startups.apply_event(ring, handle, event)
 
     def _add_untraced(self, ring: int, handle: int, event: events.HttpServed) -> None:
@@ -285,7 +278,7 @@ class Assembler:
             self.processes.add_untraced(event)
 
     def _add_mark(self, ring: int, handle: int, event: events.MarkSeen) -> None:
-        self._pauses.add_mark(ring, event, is_new=event.at > self._processed_until.get(ring, 0))
+        self.pauses.add_mark(ring, event, is_new=event.at > self._processed_until.get(ring, 0))
 
     # ── processes ───────────────────────────────────────────────────────────────────────────────────────────
 
@@ -294,7 +287,7 @@ class Assembler:
         self.workers.add_process(ring, event.pid)
         self.processes.add_process(ring, event.role)
         self._startups.add_process(ring, event.pid, event.processed_until - GRACE_NS, event.role)
-        self._pauses.add_process(ring, event)
+        self.pauses.add_process(ring, event)
 
     def _leave_process(self, ring: int, handle: int, event: events.ProcessLeft) -> None:
         self._startups.apply_event(ring, handle, event)
@@ -350,10 +343,3 @@ class Assembler:
         since, engine.first_gap_at = engine.first_gap_at, 0
         for request in self._requests_in(engine.process):
             request.mark_steps_lost(since)
-
-
-def _build_end(at: int, outcome: int, error_type: str) -> events.RequestEnded:
-    """Returns the end of a request whose process did not record it."""
-    return events.RequestEnded(
-        at, outcome, error_type, status_code=0, chunks=0, send_wait_ns=0, detokenize_ns=0
-    )

@@ -80,11 +80,11 @@ def read_records(
 
 def _discard_unused(assembler: Assembler, keeps_steps: bool) -> None:
     """Discards results that the caller does not read, which bounds the memory for a long tape."""
-    assembler.drain_marks()
+    assembler.pauses.drain_marks()
     assembler.workers.drain_executions()
     if not keeps_steps:
         assembler.drain_steps()
-        assembler.drain_pauses()
+        assembler.pauses.drain_pauses()
 
 
 def read_recent_records(

@@ -9,16 +9,22 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 from otel_infer import _clock
+from otel_infer.cli.process_signals import (
+    AWAITED_SIGNALS,
+    FORWARDED_SIGNALS,
+    SI_KERNEL,
+    become_reaper,
+    is_in_foreground,
+    mask_awaited_signals,
+)
 from otel_infer.config.environment import Config, child_environment, from_env, prepend_python_path
 from otel_infer.config.private_files import (
     list_names,
@@ -32,21 +38,6 @@ from otel_infer.ringbuffer.arena import FileArena, RingUnavailable, choose_sizes
 from otel_infer.sidecar import launcher
 from otel_infer.sidecar.notices import NoticePrinter
 
-FORWARDED_SIGNALS = (
-    signal.SIGTERM,
-    signal.SIGHUP,
-    signal.SIGINT,
-    signal.SIGQUIT,
-    signal.SIGUSR1,
-    signal.SIGUSR2,
-)
-AWAITED_SIGNALS = FORWARDED_SIGNALS if hasattr(signal, "sigtimedwait") else ()
-"""Signals that `sigtimedwait` takes while the server runs, because a handler does not receive the sender."""
-SI_KERNEL = 0x80
-"""`si_code` of a signal that the terminal sent to its foreground group.
-
-Forwarding it would deliver it twice.
-"""
 FLUSH_S = 45.0
 """Longer than the sidecar's timeouts for spans, metrics and a tape together.
 
@@ -55,7 +46,6 @@ Usually the flush ends at once.
 ORPHANS_S = 2.0
 """How long the other processes of the server may run after its main process ended."""
 POLL_S = 0.1
-PR_SET_CHILD_SUBREAPER = 36
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -118,7 +108,7 @@ class Supervisor:
         status = self.start(command, changes)
         if status is not None:
             return status
-        with _mask_signals(signal.SIG_BLOCK):
+        with mask_awaited_signals(signal.SIG_BLOCK):
             while self.status is None:
                 self._reap_children()
                 self._wait_for_signal()
@@ -134,7 +124,7 @@ class Supervisor:
         Returns the exit status if the server cannot be started, else None. `log`: the file for the output of
         the server. `variables`: added to its environment.
         """
-        _become_reaper()
+        become_reaper()
         # The server must inherit ignored signals (nohup, a background job), as it would without this command.
         ignored = [number for number in FORWARDED_SIGNALS if signal.getsignal(number) is signal.SIG_IGN]
         for number in set(FORWARDED_SIGNALS).difference(ignored):
@@ -243,7 +233,7 @@ class Supervisor:
 
         In the foreground, SIGINT and SIGQUIT are assumed to be the terminal's.
         """
-        self._forward_signal(number, number in (signal.SIGINT, signal.SIGQUIT) and _is_in_foreground())
+        self._forward_signal(number, number in (signal.SIGINT, signal.SIGQUIT) and is_in_foreground())
 
     def _forward_signal(self, number: int, sent_to_group: bool) -> None:
         self._record_stop(number)
@@ -311,7 +301,7 @@ class Supervisor:
     def _start_sidecar(self) -> None:
         assert self._folder is not None
         self._restarts.record_start(_clock.now())
-        with _mask_signals(signal.SIG_UNBLOCK):  # a child inherits the signal mask
+        with mask_awaited_signals(signal.SIG_UNBLOCK):  # a child inherits the signal mask
             self._sidecar = launcher.start_sidecar(self._folder, self._settings, detect_resource())
 
 
@@ -323,36 +313,9 @@ def make_server_environment(changes: dict[str, str]) -> dict[str, str]:
     return environment
 
 
-@contextlib.contextmanager
-def _mask_signals(how: signal.Sigmasks) -> Iterator[None]:
-    """Blocks or unblocks the awaited signals within the `with` block."""
-    before = signal.pthread_sigmask(how, AWAITED_SIGNALS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _is_in_foreground() -> bool:
-    """Returns whether the terminal sends its signals to our process group."""
-    try:
-        with open("/dev/tty", "rb", buffering=0) as terminal:
-            return os.tcgetpgrp(terminal.fileno()) == os.getpgrp()
-    except OSError:
-        return False
-
-
 def _find_write_error(path: str) -> str:
     try:
         os.close(open_private_file(path))
         return ""
     except OSError as reason:
         return reason.strerror or str(reason)
-
-
-def _become_reaper() -> None:
-    """Makes orphans of the server our children (Linux), so that none stays a zombie."""
-    try:
-        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    except (OSError, AttributeError):
-        pass

@@ -8,12 +8,11 @@ between namespaces and are reused.
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import os
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from operator import attrgetter
 from pathlib import Path
 
@@ -143,7 +142,7 @@ class MergedReader:
         )
         self._pending.append(events.RecordedEvent(process.ring, 0, seen))
         if processed_until:  # an earlier reader died: arrivals may have been overwritten since
-            self._pending += self._recover_live_requests(process, now)
+            self._pending += process.recover_live_requests()
 
     # ── reading ──────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -164,8 +163,8 @@ class MergedReader:
             )
             # A loss is always the first event.
             if request_events and isinstance(request_events[0].event, events.EventsLost):
-                self._pending += self._recover_live_requests(process, now)
-                self._add_live_list(process, max(now, _clock.now()))
+                self._pending += process.recover_live_requests()
+                self._pending.append(process.list_live_requests(max(now, _clock.now())))
         if now - self._checked_at > LIVENESS_NS or final:
             self._checked_at = now
             self._remove_dead_processes(now)
@@ -269,6 +268,7 @@ class MergedReader:
         """Returns the requests that were offered to all rings so far, and those of them that were not recorded."""
         counts = [
             self.ledger.closed_counts,
+            *self._damaged,
             *(process.read_requests() for process in self._processes.values()),
         ]
         return sum(offered for offered, _ in counts), sum(refused for _, refused in counts)
@@ -290,19 +290,6 @@ class MergedReader:
         self._previous = now
         return released
 
-    def _add_live_list(self, process: ProcessRings, at: int) -> None:
-        """Adds the handles in the live table; `at` is just before the table is read.
-
-        A request that ended before `at` has recorded its end earlier, and the end is returned before this
-        list. A request that arrives meanwhile records its arrival after it.
-        """
-        listed = events.LiveListed(at, [handle for handle, _ in process.reader.read_live_requests()])
-        self._pending.append(events.RecordedEvent(process.ring, 0, listed))
-
-    def _recover_live_requests(self, process: ProcessRings, now: int) -> Iterator[events.RecordedEvent]:
-        for handle, recovered in process.reader.read_live_requests():
-            yield events.RecordedEvent(process.ring, handle, recovered)
-
     def _remove_dead_processes(self, now: int) -> None:
         for prefix, process in list(self._processes.items()):
             if not process.is_dead():
@@ -323,8 +310,10 @@ class MergedReader:
                 else max(process.latest_event_at, process.processed_until) + LIVENESS_NS
             )
             died_at = max([min(now, seen_until), *instants])  # its last event may be younger than `now`
-            self._pending += self._recover_live_requests(process, now)
-            self._add_live_list(process, died_at)  # the ends of all other requests were overwritten
+            self._pending += process.recover_live_requests()
+            self._pending.append(
+                process.list_live_requests(died_at)
+            )  # the ends of all other requests were overwritten
             self._pending.append(events.RecordedEvent(process.ring, 0, events.ProcessDied(died_at)))
             self._drop_process(prefix, remove=True)
 
@@ -336,14 +325,4 @@ class MergedReader:
             self._damaged.append(process.read_requests())
         elif not process.is_counted:
             self.ledger.close_ring(process.started_at, *process.read_requests())
-        rings = [
-            (process.descriptor, process.path),
-            *((file.descriptor, file.path) for file in process.step_files),
-        ]
-        for descriptor, path in rings:
-            if descriptor >= 0:
-                os.close(descriptor)
-            if remove and path is not None:
-                with contextlib.suppress(OSError):  # its folder is gone, or another folder has its name
-                    private_files.remove_beside_rings(path)
-                self._known_rings.discard(str(path))
+        self._known_rings.difference_update(process.close_files(remove))

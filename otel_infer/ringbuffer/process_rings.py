@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
+import os
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
-from otel_infer.ringbuffer import layout
+from otel_infer.config import private_files
+from otel_infer.ringbuffer import events, layout
 from otel_infer.ringbuffer.reader import RequestReader
 from otel_infer.ringbuffer.step_reader import StepFile, StepReader
 
@@ -72,3 +76,30 @@ class ProcessRings:
         except OSError:
             return False
         return True
+
+    def recover_live_requests(self) -> Iterator[events.RecordedEvent]:
+        """Yields the arrivals of the requests in flight, as far as the live table has them."""
+        for handle, recovered in self.reader.read_live_requests():
+            yield events.RecordedEvent(self.ring, handle, recovered)
+
+    def list_live_requests(self, at: int) -> events.RecordedEvent:
+        """Returns the handles in the live table; `at` is just before the table is read.
+
+        A request that ended before `at` has recorded its end earlier, and the end is returned before this
+        list. A request that arrives meanwhile records its arrival after it.
+        """
+        listed = events.LiveListed(at, [handle for handle, _ in self.reader.read_live_requests()])
+        return events.RecordedEvent(self.ring, 0, listed)
+
+    def close_files(self, remove: bool) -> list[str]:
+        """Closes the files, and returns the paths of those that it removed."""
+        files = [(self.descriptor, self.path), *((file.descriptor, file.path) for file in self.step_files)]
+        removed = []
+        for descriptor, path in files:
+            if descriptor >= 0:
+                os.close(descriptor)
+            if remove and path is not None:
+                with contextlib.suppress(OSError):  # its folder is gone, or another folder has its name
+                    private_files.remove_beside_rings(path)
+                removed.append(str(path))
+        return removed

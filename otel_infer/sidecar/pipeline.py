@@ -182,7 +182,7 @@ class Pipeline:
     def _drain_engine_records(self) -> None:
         """Drains the records of engines and processes into the metrics."""
         steps, executions = self.assembler.drain_steps(), self.assembler.workers.drain_executions()
-        pauses, marks = self.assembler.drain_pauses(), self.assembler.drain_marks()
+        pauses, marks = self.assembler.pauses.drain_pauses(), self.assembler.pauses.drain_marks()
         untraced = self.assembler.processes.drain_untraced()
         if steps:
             self._set_service_name(steps[0].engine)

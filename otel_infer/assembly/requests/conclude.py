@@ -27,7 +27,7 @@ from otel_infer.assembly.requests.stages import (
 from otel_infer.assembly.requests.steps import DeliveredSteps, collect_steps
 from otel_infer.ringbuffer import events
 
-__all__ = ["OpenRequest", "build_records"]
+__all__ = ["OpenRequest", "build_records", "build_unrecorded_end"]
 
 PREPARATION = frozenset(
     (
@@ -312,4 +312,11 @@ def _reached_engine(record: RequestRecord, request: OpenRequest) -> bool:
         or request.finished
         or record.first_token_at
         or any(stage.name in _MODEL_STAGES for stage in record.stages)
+    )
+
+
+def build_unrecorded_end(at: int, outcome: int, error_type: str) -> events.RequestEnded:
+    """Returns the end of a request whose process did not record it."""
+    return events.RequestEnded(
+        at, outcome, error_type, status_code=0, chunks=0, send_wait_ns=0, detokenize_ns=0
     )

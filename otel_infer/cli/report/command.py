@@ -78,7 +78,7 @@ def read_recording(path: Path) -> RecordingContents:
     arrived = [request.arrived_at for request in assembler.open_requests.values() if request.submitted]
     unfinished = sorted(max(at, began) for at in arrived)
     steps = [step for step in assembler.drain_steps() if step.ended_at > began]
-    pauses = [pause for pause in assembler.drain_pauses() if pause.ended_at > began]
+    pauses = [pause for pause in assembler.pauses.drain_pauses() if pause.ended_at > began]
     non_engine = len(finished) - len(inferences)
     return RecordingContents(
         inferences, steps, pauses, unfinished, non_engine, objectives, began, find_running_since(assembler)

@@ -610,8 +610,8 @@ def test_marks_are_drained_once_across_readers() -> None:
     story.marked(25, 35, "allocator_oom")
     assembler = Assembler()
     assembler.feed_events(story.in_order())
-    assert [ms(mark.at) for mark in assembler.drain_marks()] == [35]
-    assert assembler.drain_marks() == []
+    assert [ms(mark.at) for mark in assembler.pauses.drain_marks()] == [35]
+    assert assembler.pauses.drain_marks() == []
 
 
 def test_pauses_are_drained_once_across_readers() -> None:
@@ -621,8 +621,8 @@ def test_pauses_are_drained_once_across_readers() -> None:
     story.paused(32, 35)
     assembler = Assembler()
     assembler.feed_events(story.in_order())
-    assert [ms(pause.ended_at) for pause in assembler.drain_pauses()] == [35]
-    assert assembler.drain_pauses() == []
+    assert [ms(pause.ended_at) for pause in assembler.pauses.drain_pauses()] == [35]
+    assert assembler.pauses.drain_pauses() == []
 
 
 def test_process_end_keeps_pauses_of_its_requests() -> None:

@@ -71,7 +71,7 @@ def test_compilation_during_startup_is_not_a_pause() -> None:
     story.paused(9500, 9900, "compile")
     assembler = Assembler()
     assembler.feed_events(story.in_order())
-    pauses = [(ms(pause.started_at), pause.cause) for pause in assembler.drain_pauses()]
+    pauses = [(ms(pause.started_at), pause.cause) for pause in assembler.pauses.drain_pauses()]
     assert [pause for pause in pauses if pause[1] in semconv.STARTUP_PAUSES] == [(9500, "compile")]
     assert {cause for _, cause in pauses} == {"gc", "compile"}
 
@@ -85,7 +85,7 @@ def test_compilation_in_a_working_worker_is_a_pause() -> None:
     story.paused(3200, 3900, "compile")
     assembler = Assembler()
     assembler.feed_events(story.in_order())
-    assert [ms(pause.started_at) for pause in assembler.drain_pauses()] == [3200]
+    assert [ms(pause.started_at) for pause in assembler.pauses.drain_pauses()] == [3200]
 
 
 def test_warmup_requests_do_not_end_the_startup() -> None:
@@ -95,7 +95,7 @@ def test_warmup_requests_do_not_end_the_startup() -> None:
     story.ends(8950, warm_up)
     assembler = Assembler()
     assembler.feed_events(story.in_order())
-    assert not {"compile", "capture"} & {pause.cause for pause in assembler.drain_pauses()}
+    assert not {"compile", "capture"} & {pause.cause for pause in assembler.pauses.drain_pauses()}
 
 
 def test_only_the_first_request_links_to_the_start() -> None:

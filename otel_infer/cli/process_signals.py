@@ -1,0 +1,53 @@
+"""Signals that `otel-infer run` passes on to its server, and its part as the parent of the server's processes."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+from collections.abc import Iterator
+
+FORWARDED_SIGNALS = (
+    signal.SIGTERM,
+    signal.SIGHUP,
+    signal.SIGINT,
+    signal.SIGQUIT,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+)
+AWAITED_SIGNALS = FORWARDED_SIGNALS if hasattr(signal, "sigtimedwait") else ()
+"""Signals that `sigtimedwait` takes while the server runs, because a handler does not receive the sender."""
+SI_KERNEL = 0x80
+"""`si_code` of a signal that the terminal sent to its foreground group.
+
+Forwarding it would deliver it twice.
+"""
+PR_SET_CHILD_SUBREAPER = 36
+
+
+@contextlib.contextmanager
+def mask_awaited_signals(how: signal.Sigmasks) -> Iterator[None]:
+    """Blocks or unblocks the awaited signals within the `with` block."""
+    before = signal.pthread_sigmask(how, AWAITED_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def is_in_foreground() -> bool:
+    """Returns whether the terminal sends its signals to our process group."""
+    try:
+        with open("/dev/tty", "rb", buffering=0) as terminal:
+            return os.tcgetpgrp(terminal.fileno()) == os.getpgrp()
+    except OSError:
+        return False
+
+
+def become_reaper() -> None:
+    """Makes orphans of the server our children (Linux), so that none stays a zombie."""
+    try:
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    except (OSError, AttributeError):
+        pass
