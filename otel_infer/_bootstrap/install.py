@@ -30,6 +30,7 @@ from otel_infer.instrumentation.hooks.instrumentor import Instrumentor, Instrume
 from otel_infer.instrumentation.torch import cuda_graphs
 from otel_infer.ringbuffer import directory, layout
 from otel_infer.ringbuffer.arena import Arena, FileArena, MemoryArena, RingUnavailable
+from otel_infer.ringbuffer.flush_request import request_flush
 from otel_infer.ringbuffer.recorder import SERVER, recorder
 from otel_infer.sidecar import launcher
 from otel_infer.tracing import process_start, request_span, start
@@ -147,10 +148,7 @@ class _Installation:
         return [integration.status for integration in self.installed]
 
     def flush(self, timeout: float) -> bool:
-        """Sends everything recorded so far.
-
-        Returns False if `timeout` s were not enough, or if a receiver refused something of it.
-        """
+        """Sends everything; False if `timeout` s were not enough, or if a receiver refused something."""
         if self.reader is not None:
             return self.reader.flush(timeout)
         if recorder.requests is not None:
@@ -158,16 +156,10 @@ class _Installation:
         writer = recorder.requests
         if writer is None:
             return True
-        requested = writer.words[layout.W_FLUSH_REQUESTED] = writer.words[layout.W_FLUSH_REQUESTED] + 1
-        deadline = _clock.now() + int(timeout * 1e9)
-        while _clock.now() < deadline:
-            if writer.words[layout.W_FLUSH_DONE] >= requested:
-                accepted = bool(writer.words[layout.W_FLUSH_REFUSED] < requested)
-                if not accepted:
-                    self._ensure_reader()  # it prints why
-                return accepted
-            threading.Event().wait(0.02)
-        return False
+        accepted = request_flush(writer.words, timeout)
+        if accepted is False:
+            self._ensure_reader()  # it prints what was refused
+        return bool(accepted)
 
     # ── rings and their reader ───────────────────────────────────────────────────────────────────────────────────
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import uuid
+from collections.abc import Mapping
 from typing import Any
 
 from otel_infer.config.standard_variables import replace_invalid
@@ -27,3 +29,16 @@ def detect_resource(instance_id: str = "") -> dict[str, Any]:
     if instance_id and INSTANCE_ID not in os.environ.get("OTEL_RESOURCE_ATTRIBUTES", ""):
         attributes[INSTANCE_ID] = instance_id
     return attributes
+
+
+def find_given_instance_id(resource: Mapping[str, Any]) -> str:
+    """Returns the configured `service.instance.id`, which other processes may have too; "" if there is none.
+
+    The SDK generates a UUID for each process, which is not configured.
+    """
+    instance = str(resource.get(INSTANCE_ID, ""))
+    try:
+        is_uuid = str(uuid.UUID(instance)) == instance
+    except ValueError:
+        is_uuid = False
+    return "" if is_uuid and instance not in os.environ.get("OTEL_RESOURCE_ATTRIBUTES", "") else instance

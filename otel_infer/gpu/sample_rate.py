@@ -15,8 +15,8 @@ MAX_OVERHEAD_SHARE = 0.003
 EVENT_COST_NS = 2000
 """Cost of an event to the device between two kernels, measured on an H100; the host does not wait for it."""
 MAX_COST_FACTOR = 8
-"""Cost of a marked step with cold caches, as a multiple of the lowest one. What takes longer is no cost of
-marking: an interrupt, other threads with the GIL, or a wait for room in the device's queue.
+"""Cost of a marked step with cold caches, as a multiple of the lowest one. A longer time is no cost of
+marking, but an interrupt, other threads with the GIL, or a wait for room in the device's queue.
 """
 ACTIVE_NS = 1_000_000_000
 """Time since its last step in which a thread has a part of the allowed cost."""

@@ -239,25 +239,15 @@ class MergedReader:
 
     def list_pending_flushes(self) -> list[tuple[int, int]]:
         """Returns (process, request number) of every flush that a writer waits for."""
-        flushes = []
-        for process in self._processes.values():
-            words = process.reader.header.words
-            if words[layout.W_FLUSH_REQUESTED] != words[layout.W_FLUSH_DONE]:
-                flushes.append((process.ring, int(words[layout.W_FLUSH_REQUESTED])))
-        return flushes
+        pending = ((process.ring, process.pending_flush) for process in self._processes.values())
+        return [(ring, number) for ring, number in pending if number]
 
     def complete_flushes(self, flushes: list[tuple[int, int]], refused: Collection[int] = ()) -> None:
-        """Marks these flushes as done in the rings of their writers.
-
-        `refused`: rings of processes for which a receiver refused something.
-        """
+        """Marks these flushes as done; `refused`: rings of processes of which a receiver refused something."""
         numbers = dict(flushes)
         for process in self._processes.values():
             if process.ring in numbers:
-                words, number = process.reader.header.words, np.uint64(numbers[process.ring])
-                if process.ring in refused:
-                    words[layout.W_FLUSH_REFUSED] = number
-                words[layout.W_FLUSH_DONE] = number
+                process.complete_flush(numbers[process.ring], process.ring in refused)
 
     def count_discarded(self, requests: int) -> None:
         """Counts requests of dead servers that are not exported; for any thread."""

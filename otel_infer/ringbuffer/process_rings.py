@@ -9,6 +9,8 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
+
 from otel_infer.config import private_files
 from otel_infer.ringbuffer import events, layout
 from otel_infer.ringbuffer.reader import RequestReader
@@ -51,6 +53,20 @@ class ProcessRings:
             unrecorded=int(words[layout.W_UNRECORDED]) + lost,
             values_cut=int(words[layout.W_VALUES_CUT]),
         )
+
+    @property
+    def pending_flush(self) -> int:
+        """Returns the number of the flush that the writer waits for; 0 = none."""
+        words = self.reader.header.words
+        is_pending = words[layout.W_FLUSH_REQUESTED] != words[layout.W_FLUSH_DONE]
+        return int(words[layout.W_FLUSH_REQUESTED]) if is_pending else 0
+
+    def complete_flush(self, number: int, is_refused: bool) -> None:
+        """Marks a flush of this process as done. `is_refused`: a receiver refused something of it."""
+        words = self.reader.header.words
+        if is_refused:
+            words[layout.W_FLUSH_REFUSED] = np.uint64(number)
+        words[layout.W_FLUSH_DONE] = np.uint64(number)
 
     def is_dead(self) -> bool:
         if self.descriptor < 0:

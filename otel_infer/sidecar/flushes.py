@@ -20,7 +20,7 @@ class FlushRequests:
         self._pending: list[tuple[int, int]] = []
         self._cycles = 0
         self._refused_before: dict[int, int] = {}
-        """What had been refused at the last flush of each writer, by its ring."""
+        """How much had been refused at the last flush of each writer, by its ring."""
 
     @property
     def are_pending(self) -> bool:
@@ -28,7 +28,7 @@ class FlushRequests:
         return bool(self._pending)
 
     def add_writers(self) -> None:
-        """Adds new writers: what was refused before they began is not theirs."""
+        """Adds new writers. Earlier refusals do not count for their flushes."""
         refused, known = self._pipeline.delivery.count_refused(), self._refused_before
         self._refused_before = {ring: known.get(ring, refused) for ring, _ in self._rings.list_writers()}
 

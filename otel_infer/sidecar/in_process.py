@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from otel_infer import _clock, semconv
 from otel_infer.config.environment import Config
+from otel_infer.config.resource import find_given_instance_id
 from otel_infer.export.provider import TracerProviderExporter
 from otel_infer.ringbuffer.arena import MemoryArena
 from otel_infer.ringbuffer.events import Value
@@ -195,10 +196,11 @@ class InProcessReader(threading.Thread):
 
     def _build_pipeline(self) -> Pipeline:
         if self._provider is None:
-            given = str(self._resource.get(semconv.SERVICE_INSTANCE_ID, ""))
-            self._claim = InstanceClaim(given) if given else None
-            instance = self._claim.id if self._claim is not None else str(uuid.uuid4())
-            resource = {**self._resource, semconv.SERVICE_INSTANCE_ID: instance}
+            resource = {semconv.SERVICE_INSTANCE_ID: str(uuid.uuid4()), **self._resource}
+            given = find_given_instance_id(resource)
+            if given:
+                self._claim = InstanceClaim(given)
+                resource[semconv.SERVICE_INSTANCE_ID] = self._claim.id
             return make_pipeline(self._settings, resource, self._rings, show=False)
         exporter = TracerProviderExporter(
             self._provider.get_tracer("otel_infer"),

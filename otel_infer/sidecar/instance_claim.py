@@ -78,9 +78,8 @@ class InstanceClaim:
 
 def _find_lock_folder() -> Path | None:
     """Returns this user's folder in shared memory, or else among temporary files; None if there is neither."""
-    for base in (directory.BASE, Path(tempfile.gettempdir())):
-        try:
-            return directory.ensure_user_folder(base)
-        except RingUnavailable:
-            continue
+    with contextlib.suppress(RingUnavailable):
+        return directory.ensure_user_folder(directory.BASE)
+    with contextlib.suppress(RingUnavailable, OSError):  # no folder may be writable
+        return directory.ensure_user_folder(Path(tempfile.gettempdir()))
     return None

@@ -89,7 +89,9 @@ def start_sidecar(
     """
     if not has_destination(folder):
         Destination(settings, resource).record(folder)
-        ServiceResource(folder, resource).save()
+        service = ServiceResource(folder, resource)
+        service.save()
+        service.release()  # the sidecar claims the same id
     boot = {
         "folder": str(folder),
         "config": environment.to_json_dict(settings),

@@ -1,4 +1,4 @@
-"""One-line notices of the sidecar, which the process that started it prints on its stderr, each once.
+"""Notices of the sidecar, one line each; the process that started it prints each once on its stderr.
 
 The sidecar has no stderr of its own, because it must not hold the server's.
 """

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from otel_infer import semconv
 from otel_infer.config.private_files import read_private_text, write_private_text
+from otel_infer.config.resource import find_given_instance_id
 from otel_infer.ringbuffer import directory
 from otel_infer.ringbuffer.events import Value
 from otel_infer.sidecar.instance_claim import InstanceClaim
@@ -33,9 +34,11 @@ class ServiceResource:
         self._folder = folder
         stored = _read_text(folder / directory.INSTANCE_FILE)
         instance, _, given = stored.partition("\n")
-        given = given or ("" if instance else str(resource.get(semconv.SERVICE_INSTANCE_ID, "")))
+        if not instance:
+            given = find_given_instance_id(resource)
+            instance = given or str(resource.get(semconv.SERVICE_INSTANCE_ID) or uuid.uuid4())
         self._claim = InstanceClaim(given, instance) if given else None
-        instance = self._claim.id if self._claim is not None else instance or str(uuid.uuid4())
+        instance = self._claim.id if self._claim is not None else instance
         text = f"{instance}\n{given}" if given else instance
         if text != stored:
             _write_text(folder / directory.INSTANCE_FILE, text)

@@ -1,4 +1,4 @@
-"""What a destination refuses is named once on the server's stderr, in each way to export."""
+"""A signal that the destination refuses is named once on the server's stderr, in each way to export."""
 
 from __future__ import annotations
 

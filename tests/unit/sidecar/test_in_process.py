@@ -1,4 +1,4 @@
-"""The in-process reader: its thread runs the pipeline, and nobody waits for it without a limit."""
+"""The in-process reader: its thread runs the pipeline, and each wait for it has a limit."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from pathlib import Path
 
 import pytest
@@ -82,14 +83,35 @@ def test_a_recovered_server_does_not_share_the_id_of_a_living_one(
 
 
 def test_a_generated_id_is_not_claimed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The SDK generates a UUID for each process, which no other process has."""
     monkeypatch.setattr(directory, "BASE", tmp_path / "none")
-    service = ServiceResource(tmp_path, {})
-    assert read_id(service) == read_id(ServiceResource(tmp_path, {}))
+    generated = {semconv.SERVICE_INSTANCE_ID: str(uuid.uuid4())}
+    service = ServiceResource(tmp_path, generated)
+    assert (
+        read_id(service) == read_id(ServiceResource(tmp_path, {})) == generated[semconv.SERVICE_INSTANCE_ID]
+    )
     assert {path.name for path in tmp_path.iterdir()} == {directory.INSTANCE_FILE}
 
 
+def test_a_configured_uuid_is_claimed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = str(uuid.uuid4())
+    monkeypatch.setattr(directory, "BASE", tmp_path)
+    monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", f"service.instance.id={given}")
+    folders = [tmp_path / name for name in ("a", "b")]
+    for folder in folders:
+        folder.mkdir(mode=0o700)
+    services = [ServiceResource(folder, {semconv.SERVICE_INSTANCE_ID: given}) for folder in folders]
+    assert [read_id(service) for service in services] == [given, f"{given}.2"]
+
+
 def test_an_id_that_cannot_be_locked_is_unique(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(instance_claim, "_find_lock_folder", lambda: None)
+    """No folder can be written to."""
+
+    def fail() -> str:
+        raise FileNotFoundError("no usable temporary directory")
+
+    monkeypatch.setattr(directory, "BASE", tmp_path / "none" / "none")
+    monkeypatch.setattr(instance_claim.tempfile, "gettempdir", fail)
     first, second = (InstanceClaim("pod-1").id for _ in range(2))
     assert first != second
     assert first.startswith("pod-1.")
