@@ -31,11 +31,15 @@ from otel_infer.ringbuffer.recorder import SERVER, recorder
 from otel_infer.sidecar import launcher
 from otel_infer.tracing import process_start, request_span, start
 from otel_infer.tracing.sampler import create_span_factory
+from otel_infer.tracing.user_mistakes import count_mistakes, report_mistake
 
 if TYPE_CHECKING:
     from opentelemetry.trace import TracerProvider
 
     from otel_infer.sidecar.in_process import InProcessReader
+
+
+FLUSH_S, MAX_FLUSH_S = 5.0, 86400.0
 
 
 class _Installation:
@@ -140,6 +144,7 @@ class _Installation:
 
     def flush(self, timeout: float) -> bool:
         """Sends everything recorded so far. Returns False if `timeout` s were not enough."""
+        timeout = _to_seconds(timeout)
         if self.reader is not None:
             return self.reader.flush(timeout)
         if recorder.requests is not None:
@@ -205,7 +210,7 @@ class _Installation:
         Called when rings were created, then at most once a second while requests arrive.
         """
         if recorder.requests is not None:
-            recorder.requests.words[layout.W_ERRORS] = probe.count_errors()
+            recorder.requests.words[layout.W_ERRORS] = probe.count_errors() + count_mistakes()
         with self._lock:
             if isinstance(recorder.arena, MemoryArena):
                 self._ensure_reader_thread(recorder.arena)
@@ -314,6 +319,15 @@ def _is_run_as(module: str) -> bool:
     """Returns whether this process was started as `python -m module`, before `sys.argv` shows it."""
     arguments = sys.orig_argv
     return "-m" in arguments and arguments[arguments.index("-m") + 1 :][:1] == [module]
+
+
+def _to_seconds(timeout: Any) -> float:
+    """Returns a timeout that user code gives, s; the default if it is not one."""
+    try:
+        return min(max(float(timeout), 0.0), MAX_FLUSH_S) if timeout == timeout else FLUSH_S
+    except Exception as error:
+        report_mistake("the timeout of flush", error)
+        return FLUSH_S
 
 
 def _print_stderr(line: str) -> None:
