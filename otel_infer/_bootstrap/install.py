@@ -30,6 +30,7 @@ from otel_infer.ringbuffer.arena import Arena, FileArena, MemoryArena, RingUnava
 from otel_infer.ringbuffer.recorder import SERVER, recorder
 from otel_infer.sidecar import launcher
 from otel_infer.tracing import process_start, request_span, start
+from otel_infer.tracing.fork_family import ForkFamily
 from otel_infer.tracing.sampler import create_span_factory
 from otel_infer.tracing.user_mistakes import count_mistakes, report_mistake
 
@@ -184,7 +185,7 @@ class _Installation:
         if self.folder is not None:  # from the parent that forked this process: one sidecar reads both
             with contextlib.suppress(RingUnavailable):  # this process runs as another user
                 return directory.ensure_private_folder(self.folder)
-        family = self._start_recorder.family
+        family = self._find_family()
         return directory.create_server_folder(token=family.folder_token if family is not None else "")
 
     def _create_fallback_arena(self, reason: str) -> Arena | None:
@@ -274,7 +275,7 @@ class _Installation:
             _print_stderr(launcher.describe_end(folder))
         self._restarts.record_start(_clock.now())
         try:
-            family = self._start_recorder.family
+            family = self._find_family()
             resource = detect_resource(family.instance_id if family is not None else "")
             self.sidecar = launcher.start_sidecar(folder, self.settings, resource)
             self._had_reader = True
@@ -290,6 +291,11 @@ class _Installation:
         recorder.report_hooks(status.name, status.hooks_active, status.hooks_due)
         if integration.is_engine:
             recorder.ensure_rings()
+
+    def _find_family(self) -> ForkFamily | None:
+        """Returns the processes that this one is one server with; None if there are none."""
+        family = self._start_recorder.family
+        return family if family is not None and family.is_shared else None
 
     def _prepare_fork(self) -> None:
         if self.installed and self.provider is None:
