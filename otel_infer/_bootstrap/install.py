@@ -34,12 +34,17 @@ from otel_infer.ringbuffer.flush_request import request_flush
 from otel_infer.ringbuffer.recorder import SERVER, recorder
 from otel_infer.sidecar import launcher
 from otel_infer.tracing import process_start, request_span, start
+from otel_infer.tracing.fork_family import ForkFamily
 from otel_infer.tracing.sampler import create_span_factory
+from otel_infer.tracing.user_mistakes import count_mistakes, report_mistake
 
 if TYPE_CHECKING:
     from opentelemetry.trace import TracerProvider
 
     from otel_infer.sidecar.in_process import InProcessReader
+
+
+FLUSH_S, MAX_FLUSH_S = 5.0, 86400.0
 
 
 class _Installation:
@@ -149,6 +154,7 @@ class _Installation:
 
     def flush(self, timeout: float) -> bool:
         """Sends everything; False if `timeout` s were not enough, or if a receiver refused something."""
+        timeout = _to_seconds(timeout)
         if self.reader is not None:
             return self.reader.flush(timeout)
         if recorder.requests is not None:
@@ -185,7 +191,7 @@ class _Installation:
         if self.folder is not None:  # from the parent that forked this process: one sidecar reads both
             with contextlib.suppress(RingUnavailable):  # this process runs as another user
                 return directory.ensure_private_folder(self.folder)
-        family = self._start_recorder.family
+        family = self._find_family()
         return directory.create_server_folder(token=family.folder_token if family is not None else "")
 
     def _create_fallback_arena(self, reason: str) -> Arena | None:
@@ -211,7 +217,7 @@ class _Installation:
         Called when rings were created, then at most once a second while requests arrive.
         """
         if recorder.requests is not None:
-            recorder.requests.words[layout.W_ERRORS] = probe.count_errors()
+            recorder.requests.words[layout.W_ERRORS] = probe.count_errors() + count_mistakes()
         with self._lock:
             if isinstance(recorder.arena, MemoryArena):
                 self._ensure_reader_thread(recorder.arena)
@@ -274,7 +280,7 @@ class _Installation:
         return roles[0] if roles else SERVER
 
     def _start_sidecar(self, folder: Path) -> None:
-        family = self._start_recorder.family
+        family = self._find_family()
         resource = detect_resource(family.instance_id if family is not None else "")
         try:
             self._sidecars.start(folder, self.settings, resource)
@@ -290,6 +296,11 @@ class _Installation:
         recorder.report_hooks(status.name, status.hooks_active, status.hooks_due)
         if integration.is_engine:
             recorder.ensure_rings()
+
+    def _find_family(self) -> ForkFamily | None:
+        """Returns the processes that this one is one server with; None if there are none."""
+        family = self._start_recorder.family
+        return family if family is not None and family.is_shared else None
 
     def _prepare_fork(self) -> None:
         if self.installed and self.provider is None:
@@ -313,3 +324,12 @@ def _is_run_as(module: str) -> bool:
     """Returns whether this process was started as `python -m module`, before `sys.argv` shows it."""
     arguments = sys.orig_argv
     return "-m" in arguments and arguments[arguments.index("-m") + 1 :][:1] == [module]
+
+
+def _to_seconds(timeout: Any) -> float:
+    """Returns a timeout that user code gives, s; the default if it is not one."""
+    try:
+        return min(max(float(timeout), 0.0), MAX_FLUSH_S) if timeout == timeout else FLUSH_S
+    except Exception as error:
+        report_mistake("the timeout of flush", error)
+        return FLUSH_S

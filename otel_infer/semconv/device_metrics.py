@@ -130,7 +130,10 @@ SELF_STEPS_DROPPED = Metric(
     (KEEP_REASON,),
 )
 SELF_ERRORS = Metric(
-    "infer.self.errors", COUNTER, "{error}", "Probes that raised an exception and were disabled."
+    "infer.self.errors",
+    COUNTER,
+    "{error}",
+    "Exceptions in probes, and calls by hand that were not recorded because of their arguments.",
 )
 SELF_RESTARTS = Metric(
     "infer.self.restarts",

@@ -22,8 +22,13 @@ class ForkFamily:
         self.start_ids = start_ids
         self.folder_token = f"{os.getpid()}-{secrets.token_hex(4)}"
         self.instance_id = str(uuid.uuid4())
-        self._founder = os.getpid()
+        self._founder, self._user = os.getpid(), os.getuid()
         self._claim = mmap.mmap(-1, mmap.PAGESIZE)  # anonymous memory that all of them share
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether this process runs as the user of the others. Another user cannot read their rings."""
+        return os.getuid() == self._user
 
     def claim_start(self, joins: bool = True) -> bool:
         """Returns whether this process may report the start of the server.
@@ -31,6 +36,8 @@ class ForkFamily:
         The first one to record claims it. Others join it while that process lives. Later ones, such as a process
         for each job, are no start of a server. `joins`: one reader reads the rings of all.
         """
+        if not self.is_shared:
+            return False
         own, (claimer,) = os.getpid(), _PID.unpack_from(self._claim)
         if not claimer or own == self._founder:
             _PID.pack_into(self._claim, 0, own)

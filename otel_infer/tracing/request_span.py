@@ -20,6 +20,7 @@ from otel_infer.tracing import context
 from otel_infer.tracing.pending_spans import PendingProviderSpans, end_spans
 from otel_infer.tracing.propagator_warnings import call_propagators
 from otel_infer.tracing.span_ids import LazySpanIds, Limits, SpanFactory, SpanIds
+from otel_infer.tracing.user_mistakes import ignore_mistakes
 
 REQUEST_KEY = otel_context.create_key("otel_infer-request")
 _EMPTY_CONTEXT = Context()
@@ -222,6 +223,7 @@ class RequestSpan(trace.Span):
     def is_recording(self) -> bool:
         return not self.ended and self.handle != 0
 
+    @ignore_mistakes("an attribute")
     def set_attribute(self, key: str, value: types.AttributeValue) -> None:
         if self.is_recording() and _is_key(key) and self._has_room_for(key):
             self.record_attribute(key, self._limits.truncate_value(value))
@@ -236,16 +238,19 @@ class RequestSpan(trace.Span):
         keys.add(key)
         return True
 
+    @ignore_mistakes("an attribute")
     def set_attributes(self, attributes: Mapping[str, types.AttributeValue]) -> None:
         for key, value in attributes.items():
             self.set_attribute(key, value)
 
+    @ignore_mistakes("an event of a span")
     def add_event(self, name: str, attributes: types.Attributes = None, timestamp: int | None = None) -> None:
         if self.is_recording() and self._event_count < self._limits.events:
             self._event_count += 1
             at = max(_wall_to_monotonic(timestamp), self.arrived_at)  # not before the request
             self.record_event(events.SpanEventAdded(at, str(name), self._limit_attributes(attributes)))
 
+    @ignore_mistakes("a link")
     def add_link(self, context: SpanContext, attributes: types.Attributes = None) -> None:
         if self.is_recording() and context.is_valid and self._link_count < self._limits.links:
             self._link_count += 1
@@ -261,10 +266,12 @@ class RequestSpan(trace.Span):
             if _is_key(key)
         }
 
+    @ignore_mistakes("the name of a span")
     def update_name(self, name: str) -> None:
         if self.is_recording():
             self.record_event(events.NameUpdated(_clock.now(), str(name)))
 
+    @ignore_mistakes("the status of a span")
     def set_status(self, status: Any, description: str | None = None) -> None:
         """Sets the status. OK is final, as in the SDK: later calls are ignored."""
         code = getattr(status, "status_code", status)
@@ -273,6 +280,7 @@ class RequestSpan(trace.Span):
         elif code is trace.StatusCode.OK:
             self._has_ok_status, self._has_error_status, self._engine_error = True, False, ""
 
+    @ignore_mistakes("an exception")
     def record_exception(
         self,
         exception: BaseException,

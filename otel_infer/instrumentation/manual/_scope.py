@@ -6,7 +6,6 @@ import contextlib
 import contextvars
 import functools
 import inspect
-import logging
 import sys
 from collections.abc import Awaitable, Callable, Generator
 from typing import Any, TypeVar, cast
@@ -15,18 +14,6 @@ from otel_infer.gpu.timing import timing
 
 F = TypeVar("F", bound=Callable[..., Any])
 ENGINE = "custom"
-
-_logged: set[str] = set()
-
-
-def log_unrecorded(item: str, exc: Exception) -> None:
-    """Logs once per `item` that it is not recorded.
-
-    The exception's message is never logged, because it may quote its input.
-    """
-    if item not in _logged:
-        _logged.add(item)
-        logging.getLogger("otel_infer").warning("%s is not recorded: %s", item, type(exc).__name__)
 
 
 class TracedScope(contextlib.AbstractContextManager[Any]):

@@ -10,11 +10,12 @@ from typing import Any
 from otel_infer import _clock
 from otel_infer.gpu.timed_work import StageWork
 from otel_infer.gpu.timing import timing
-from otel_infer.instrumentation.manual._scope import ENGINE, TracedScope, log_unrecorded, resolve_device
+from otel_infer.instrumentation.manual._scope import ENGINE, TracedScope, resolve_device
 from otel_infer.ringbuffer import events
 from otel_infer.tracing import caller, request_span, start
 from otel_infer.tracing.context import detach
 from otel_infer.tracing.outcome import classify_exception
+from otel_infer.tracing.user_mistakes import ignore_mistakes, report_mistake, to_name
 
 DEFAULT_OPERATION = "inference"
 _DEVICE_TIME = "a stage's time on the device"
@@ -33,7 +34,7 @@ class stage(TracedScope):  # noqa: N801 - used like a function
     """
 
     def __init__(self, name: str, *, gpu: object = False) -> None:
-        self.name, self._gpu = str(name), gpu
+        self.name, self._gpu = to_name(name, events.OTHER), gpu
         self.new_scope = functools.partial(stage, name, gpu=gpu)
         self._request: request_span.RequestSpan | None = None
         self._started_at = 0
@@ -42,11 +43,13 @@ class stage(TracedScope):  # noqa: N801 - used like a function
     def __enter__(self) -> stage:
         self._request = start.current_request()
         self._started_at = _clock.now()
-        if self._gpu and self._request is not None:
+        if self._request is not None:
             try:
-                self._timing_handle = timing.begin(always=True, is_step=False, on=resolve_device(self._gpu))
+                if self._gpu:
+                    on = resolve_device(self._gpu)
+                    self._timing_handle = timing.begin(always=True, is_step=False, on=on)
             except Exception as exc:
-                log_unrecorded(_DEVICE_TIME, exc)
+                report_mistake(_DEVICE_TIME, exc)
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: TracebackType | None) -> None:
@@ -56,7 +59,7 @@ class stage(TracedScope):  # noqa: N801 - used like a function
             try:
                 timing.end(self._timing_handle, StageWork(self.name, self._request.handle))
             except Exception as exc:
-                log_unrecorded(_DEVICE_TIME, exc)
+                report_mistake(_DEVICE_TIME, exc)
         is_raised = error is not None and not isinstance(error, GeneratorExit)  # a stream may be closed early
         self._request.record_stage(self.name, self._started_at, events.RAISED if is_raised else 0)
 
@@ -75,7 +78,8 @@ class request(TracedScope):  # noqa: N801 - used like a function
     def __init__(
         self, operation: str = DEFAULT_OPERATION, *, model: str = "", headers: Mapping[str, str] | None = None
     ) -> None:
-        self._operation, self._model, self._headers = str(operation), str(model), headers
+        self._operation = to_name(operation, DEFAULT_OPERATION)
+        self._model, self._headers = to_name(model, events.OTHER), headers
         self.new_scope = functools.partial(request, operation, model=model, headers=headers)
         self._live: request_span.RequestSpan | None = None
         self._packed = bytes(4)
@@ -92,7 +96,7 @@ class request(TracedScope):  # noqa: N801 - used like a function
                 self._live, self._packed = live, live.packed
                 self._set_name(live)
         except Exception as exc:
-            log_unrecorded("a request", exc)
+            report_mistake("a request", exc)
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: TracebackType | None) -> None:
@@ -125,6 +129,7 @@ class request(TracedScope):  # noqa: N801 - used like a function
             live.set_operation(self._operation, ENGINE, self._model)
         live.is_named, live.operation = True, self._operation
 
+    @ignore_mistakes("a submission")
     def submitted(self, *, input_tokens: int = 0, max_tokens: int = 0) -> None:
         """Records the hand-over to the loop. From here to its first step the request is queued.
 
@@ -133,11 +138,13 @@ class request(TracedScope):  # noqa: N801 - used like a function
         if self._live is not None:
             self._live.record_submitted(ENGINE, 1, input_tokens, max_tokens)
 
+    @ignore_mistakes("a receipt")
     def received(self) -> None:
         """Records that the loop received the request. Until here it was in the hidden queue."""
         if self._live is not None:
             self._live.record_event(events.RequestReceived(_clock.now()))
 
+    @ignore_mistakes("a token")
     def token_reached(self) -> None:
         """Records that the first token reached the code that sends the response.
 
@@ -147,11 +154,13 @@ class request(TracedScope):  # noqa: N801 - used like a function
         if self._live is not None:
             self._live.record_token_reached()
 
+    @ignore_mistakes("a preemption")
     def preempted(self) -> None:
         """Records a preemption: the request left the batch and lost its KV blocks."""
         if self._live is not None:
             self._live.record_event(events.RequestPreempted(_clock.now(), "recompute"))
 
+    @ignore_mistakes("the end of a request")
     def finished(self, reason: str = "stop", output_tokens: int = 0) -> None:
         """Records that the loop finished the request.
 
@@ -163,6 +172,7 @@ class request(TracedScope):  # noqa: N801 - used like a function
                 events.EngineFinished(_clock.now(), str(reason), events.clamp_count(output_tokens))
             )
 
+    @ignore_mistakes("an attribute")
     def set_attribute(self, key: str, value: events.Value) -> None:
         """Sets an attribute on the request span."""
         if self._live is not None:

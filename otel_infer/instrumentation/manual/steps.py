@@ -15,11 +15,12 @@ from typing import Any
 from otel_infer.gpu.timed_work import StepWork
 from otel_infer.gpu.timing import timing
 from otel_infer.instrumentation.hooks.suppression import torch_suppressed
-from otel_infer.instrumentation.manual._scope import ENGINE, log_unrecorded, resolve_device
+from otel_infer.instrumentation.manual._scope import ENGINE, resolve_device
 from otel_infer.instrumentation.manual.requests import request
 from otel_infer.ringbuffer import events
 from otel_infer.ringbuffer.batch_writer import BatchWriter
 from otel_infer.ringbuffer.recorder import recorder
+from otel_infer.tracing.user_mistakes import report_mistake
 
 _get_packed_handle = attrgetter("_packed")
 _DEVICE_TIME = "a step's time on the device"
@@ -105,14 +106,14 @@ class step:  # noqa: N801 - used like a function
             if _thread_loop.loop is not None:
                 # The change may be written partly, so the next step is recorded as a whole batch.
                 _thread_loop.loop.writer.clear_batch()
-            log_unrecorded("a step", exc)
-        if self._gpu and self._writer is not None:
+            report_mistake("a step", exc)
+        if self._writer is not None:
             try:
-                self._timing_handle = timing.begin(
-                    always=bool(self._prompt_tokens), on=resolve_device(self._gpu)
-                )
+                if self._gpu:
+                    on = resolve_device(self._gpu)
+                    self._timing_handle = timing.begin(always=bool(self._prompt_tokens), on=on)
             except Exception as exc:
-                log_unrecorded(_DEVICE_TIME, exc)
+                report_mistake(_DEVICE_TIME, exc)
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: TracebackType | None) -> None:
@@ -128,7 +129,7 @@ class step:  # noqa: N801 - used like a function
                 )
                 self._writer.write_done(self._step_number, column, len(self._members))
         except Exception as exc:
-            log_unrecorded("a step", exc)
+            report_mistake("a step", exc)
 
     def launched(self) -> None:
         """Ends the device span: all work is launched, and the rest of the block waits for the device."""
@@ -140,7 +141,7 @@ class step:  # noqa: N801 - used like a function
                     timing_handle, StepWork(ENGINE, loop.pid, 0, self._step_number, self._writer.number)
                 )
             except Exception as exc:
-                log_unrecorded(_DEVICE_TIME, exc)
+                report_mistake(_DEVICE_TIME, exc)
 
     def _pack_column(self, tokens: Mapping[request, int], default_tokens: int) -> bytes:
         return array(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 
+import pytest
+
 from otel_infer.tracing.fork_family import ForkFamily
 
 IDS = bytes(range(16)), bytes(range(8)), bytes(8)
@@ -42,6 +44,14 @@ def test_the_parent_always_reports_its_start() -> None:
     assert claims_in_child(family)
     assert family.claim_start()
     assert claims_in_child(family)
+
+
+def test_a_child_of_another_user_is_no_part_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has rings and a sidecar of its own, which would report the same start and instance again."""
+    family = ForkFamily(IDS)
+    assert family.is_shared
+    monkeypatch.setattr(os, "getuid", lambda: 65534)
+    assert not family.is_shared and not family.claim_start()
 
 
 def test_a_family_has_one_folder_and_one_instance() -> None:

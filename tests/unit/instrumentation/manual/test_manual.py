@@ -25,11 +25,10 @@ from otel_infer.assembly.engine import step_log
 from otel_infer.assembly.records.request import RequestRecord
 from otel_infer.config import tenancy
 from otel_infer.instrumentation.hooks.suppression import torch_suppressed
-from otel_infer.instrumentation.manual import _scope
 from otel_infer.ringbuffer import events
 from otel_infer.ringbuffer.recorder import recorder
 from otel_infer.tracing import caller as caller_module
-from otel_infer.tracing import request_span, span_ids, start
+from otel_infer.tracing import request_span, span_ids, start, user_mistakes
 from otel_infer.tracing.context import detach
 from tests.support.rings import Recording, stages_of
 
@@ -39,7 +38,7 @@ def recording() -> Iterator[Recording]:
     recording = Recording()
     yield recording
     recording.stop()
-    _scope._logged.clear()
+    user_mistakes._reported.clear()
 
 
 def read_single_record(recording: Recording) -> RequestRecord:
