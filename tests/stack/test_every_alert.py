@@ -84,7 +84,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
             targets[name], environ = make_environ(receiver, OTEL_INFER_GPU_METRICS="off", **more)
             environ["PYTHONPATH"] += os.pathsep + str(_make_drifted_library(folder))
             servers[name] = loop_server(folder / f"{name}.log", environ, **faults)
-            running.callback(lambda it=servers[name]: it.process and it.process.poll() is None and it.stop())
+            running.callback(kill_server, servers[name])
             servers[name].start()
             job = "another" if name == MISADDRESSED else name
             hooks.append(f"http://127.0.0.1:{dump_port}/dump?job={job}")
@@ -114,7 +114,8 @@ def list_children(pid: int, name: bytes = b"") -> list[int]:
 
 def kill_server(server: Server) -> None:
     """Kills `otel-infer run`, the server and the sidecar at once."""
-    assert server.process is not None
+    if server.process is None or server.process.poll() is not None:
+        return
     children = list_children(server.process.pid)
     for pid in (server.process.pid, *children):
         os.kill(pid, signal.SIGKILL)
