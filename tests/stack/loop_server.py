@@ -26,6 +26,7 @@ DEVICE = OnHostClock()
 DEVICE.kind = "cuda"
 LAUNCH_NS = 400_000
 COLD_PROMPT = 77
+REAL_CUDA = torch.cuda
 
 
 class Cuda(ModuleType):
@@ -61,6 +62,17 @@ class Cuda(ModuleType):
         return SimpleNamespace(uuid="0")
 
 
+def compile_function() -> None:
+    """Compiles a function anew, for which torch must see its own `torch.cuda`."""
+    fake, torch.cuda = torch.cuda, REAL_CUDA
+    sys.modules["torch.cuda"] = REAL_CUDA
+    try:
+        torch._dynamo.reset()
+        torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1))
+    finally:
+        sys.modules["torch.cuda"] = torch.cuda = fake  # type: ignore[assignment]
+
+
 class OnDevice(complaint_server.Engine):
     """An engine that launches a step on the fake device and waits for it."""
 
@@ -70,8 +82,7 @@ class OnDevice(complaint_server.Engine):
 
     def run_forward(self, prompt_tokens: int, step: otel_infer.step) -> None:
         if prompt_tokens == COLD_PROMPT:
-            torch._dynamo.reset()
-            torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1))
+            compile_function()
         time.sleep(LAUNCH_NS / 1e9)
         _, done_at = DEVICE.launch(round(self.compute_step_ms(prompt_tokens) * 1e6))
         step.launched()
@@ -82,8 +93,9 @@ class App(complaint_server.App):
     """An application that is malformed at one path."""
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope.get("path") == "/odd":
-            await send({"type": "http.response.start"})
+        if scope.get("path") == "/odd":  # a tensor is neither true nor false
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body", "body": b"", "more_body": torch.ones(2)})
         await super().__call__(scope, receive, send)
 
 

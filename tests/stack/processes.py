@@ -116,16 +116,20 @@ class Prometheus(Running):
 
 
 class Alertmanager(Running):
-    """An Alertmanager that sends every alert to these webhooks without delay."""
+    """An Alertmanager that sends every alert to a webhook without delay, and pages to others, too."""
 
-    def __init__(self, folder: Path, *hooks: str) -> None:
-        receiver = {
-            "name": "hook",
-            "webhook_configs": [{"url": hook, "send_resolved": True} for hook in hooks],
-        }
-        route = {"receiver": "hook", "group_by": ["..."], "group_wait": "0s", "group_interval": "1s"}
+    def __init__(self, folder: Path, hook: str, *page_hooks: str) -> None:
+        receivers = [
+            {"name": name, "webhook_configs": [{"url": url, "send_resolved": True} for url in urls]}
+            for name, urls in (("hook", [hook]), ("pages", page_hooks))
+            if urls
+        ]
+        pages = {"receiver": "pages", "matchers": ['severity = "page"'], "continue": True}
+        routes = [*([pages] if page_hooks else []), {"receiver": "hook"}]
+        timing = {"group_by": ["..."], "group_wait": "0s", "group_interval": "1s"}
+        route = {"receiver": "hook", "routes": routes, **timing}
         file = folder / "alertmanager.yml"
-        file.write_text(yaml.safe_dump({"route": route, "receivers": [receiver]}))
+        file.write_text(yaml.safe_dump({"route": route, "receivers": receivers}))
         port = free_port()
         options = [
             f"--config.file={file}",

@@ -11,9 +11,11 @@ import urllib.request
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import yaml
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
 from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, ScopeSpans, Span, Status
@@ -163,6 +165,20 @@ def _is_waited_for(receivers: list[OtlpReceiver]) -> bool:
         receiver.wait_for(lambda it, n=count: len(it.spans) > n, 8)
         for receiver, count in zip(receivers, before)
     )
+
+
+def test_the_gateway_passes_traces_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without its health check, which a Collector without contributions does not have."""
+    tool("otelcol")
+    config = yaml.safe_load((ROOT / "examples" / "kubernetes" / "base" / "collector.yaml").read_text())
+    del config["extensions"], config["service"]["extensions"]
+    (tmp_path / "gateway.yaml").write_text(yaml.safe_dump(config))
+    with OtlpReceiver(GRPC) as receiver, ExitStack() as running:
+        monkeypatch.setenv("TEMPO_ENDPOINT", f"127.0.0.1:{receiver.port}")
+        gateway = Collector(tmp_path / "gateway", [tmp_path / "gateway.yaml"])
+        running.callback(gateway.stop)
+        send_traces(gateway.http_port, [make_trace("all") for _ in range(10)])
+        assert receiver.wait_for(lambda it: len(it.spans) == 10 * SPANS, 15)
 
 
 def test_traces_with_a_reason_are_kept_whole(kept: Kept) -> None:
