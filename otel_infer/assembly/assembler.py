@@ -203,6 +203,7 @@ class Assembler:
     def _close_due_requests(self, horizon: int) -> None:
         while self._due <= horizon:
             due, _, request = heapq.heappop(self._ended)
+            self._due = self._ended[0][0] if self._ended else _NEVER  # first, because the rest may raise
             key = request.ring, request.handle
             if self.open_requests.get(key) is request:  # else the handle is in use by another request
                 del self.open_requests[key]
@@ -216,7 +217,6 @@ class Assembler:
                 self._closed_steps += request.step_count
                 if self._closed_steps >= STEPS_PER_BATCH:
                     self._build_records()
-            self._due = self._ended[0][0] if self._ended else _NEVER
 
     def _build_records(self) -> None:
         closed, self._closed, self._closed_steps = self._closed, [], 0

@@ -15,6 +15,7 @@ from otel_infer.analysis.attribution.breakdown import attribute_latency
 from otel_infer.assembly.assembler import GRACE_NS, Assembler
 from otel_infer.assembly.engine.step_rows import RequestSteps
 from otel_infer.assembly.records.request import RequestRecord
+from otel_infer.assembly.requests.open_request import OpenRequest
 from otel_infer.ringbuffer import events
 from otel_infer.sidecar.recording import file
 from tests.support.simulator import Simulator, Tick, ticks
@@ -632,3 +633,28 @@ def test_process_end_keeps_pauses_of_its_requests() -> None:
     story.ends(40, a)
     story.add_event(PROCESS, 0, events.ProcessDied(ns(60)))
     assert [(ms(p.started_at), ms(p.ended_at)) for p in story.record().pauses] == [(22, 25)]
+
+
+def test_a_request_that_cannot_be_closed_does_not_keep_the_others_open(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Damaged events may make it fail; what is due afterwards does not depend on it."""
+    story = Story()
+    for name in "ab":
+        story.ends(10, story.arrives(0, name))
+    assembler = Assembler()
+    assembler.feed_events(story.in_order())
+    closing, failed = OpenRequest.close_at, list[OpenRequest]()
+
+    def fail_once(request: OpenRequest, at: int) -> None:
+        if not failed:
+            failed.append(request)
+            raise ValueError
+        closing(request, at)
+
+    monkeypatch.setattr(OpenRequest, "close_at", fail_once)
+    late = BASE + 10_000 * MS
+    with pytest.raises(ValueError, match=""):
+        assembler.drain_records(late)
+    assert len(assembler.drain_records(late)) == 1
+    assert assembler.drain_records(late) == []

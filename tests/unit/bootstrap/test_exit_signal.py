@@ -71,10 +71,13 @@ signal.signal(signal.SIGTERM, shut_down)
 def test_a_forked_child_does_not_close_the_parents_reader() -> None:
     after = """
 import os
+reader, writer = os.pipe()
 pid = os.fork()
 if pid == 0:
+    os.write(writer, b"1")  # Python drops signals that arrive before a child has forked completely
     time.sleep(30)
     os._exit(0)
+os.read(reader, 1)
 os.kill(pid, signal.SIGTERM)
 assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGTERM
 """
