@@ -27,9 +27,7 @@ SERVER = "server"
 """Role of a process that may represent its server; another process of it may run an engine only."""
 CHECK_NS = 1_000_000_000
 REPEAT_NS = 60 * CHECK_NS
-"""Interval at which lasting state is recorded again, because a restarted reader may find the first record
-overwritten.
-"""
+"""Interval at which lasting state is recorded again, for a restarted reader."""
 MAX_STARTUP_EVENTS = 128
 """Startup events that are held until the rings exist."""
 RETRY_NS = 1_000_000_000
@@ -229,9 +227,7 @@ class Recorder:
             )
 
     def report_hooks(self, integration: str, active: int, due: int) -> None:
-        """Records how many of the `due` hooks are installed; held until there are rings, without creating
-        them.
-        """
+        """Records how many of the `due` hooks are installed; held until there are rings, creating none."""
         report = self._hook_reports[integration] = events.HooksReported(
             _clock.now(), integration, active, due
         )

@@ -653,7 +653,7 @@ def test_a_request_that_cannot_be_closed_does_not_keep_the_others_open(
         closing(request, at)
 
     monkeypatch.setattr(OpenRequest, "close_at", fail_once)
-    late = BASE + 10_000 * MS
+    late = AFTER_ALL_EVENTS
     with pytest.raises(ValueError, match=""):
         assembler.drain_records(late)
     assert len(assembler.drain_records(late)) == 1
