@@ -571,6 +571,24 @@ def test_time_between_two_calls_is_a_generation_gap(rows: int, model: Any, recor
     assert (record.concurrent_sequences, record.output_tokens) == (rows, 2 * rows * NEW)
 
 
+def test_each_of_twenty_threads_that_generate_at_once_has_its_steps(model: Any, recorded: Recorded) -> None:
+    together = threading.Barrier(20)
+
+    def work() -> None:
+        together.wait()
+        model.generate(**arguments())
+
+    threads = [threading.Thread(target=work) for _ in range(20)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    records = recorded.records()
+    assert len(records) == 20
+    assert all(sizes(record) == [1] * NEW and record.ttft_ns for record in records)
+    assert not any(record.telemetry_lost for record in records)
+
+
 def test_stream_from_users_loop_may_be_read_anywhere(model: Any, recorded: Recorded) -> None:
     def loop(model: Any, input_ids: Any, **_: Any) -> Any:
         yield input_ids[:, :1]
