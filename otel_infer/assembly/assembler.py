@@ -201,7 +201,7 @@ class Assembler:
             self._mark_ended(request, build_unrecorded_end(at, events.OK, ""))
 
     def _close_due_requests(self, horizon: int) -> None:
-        while self._due <= horizon:
+        while self._ended and self._due <= horizon:  # a damaged tape may state any horizon
             due, _, request = heapq.heappop(self._ended)
             self._due = self._ended[0][0] if self._ended else _NEVER  # first, because the rest may raise
             key = request.ring, request.handle

@@ -35,6 +35,7 @@ VOLATILE = (
     "infer.self.steps.share",
     "infer.self.lost",
     "infer.self.requests",
+    "infer.self.restarts",
     "infer.server.stopped",
 )
 """Figures of this process, and counts that were added since: losses by reason, and what became of requests."""

@@ -288,6 +288,6 @@ def test_the_sidecar_samples_throttling_in_every_cycle(tmp_path: Path) -> None:
     sidecar._run_cycle(1_100 * MS)
     sidecar._run_cycle(1_600 * MS)
     assert samples == [True, True, True], "also in cycles that do not read the rings"
-    (pauses,) = sidecar._pipeline.assembler._pauses._pauses[1].values()
+    (pauses,) = sidecar._pipeline.assembler.pauses._pauses[1].values()
     assert [pause.cause for pause in pauses] == ["throttled"]
     lock.release()
