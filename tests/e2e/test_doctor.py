@@ -106,9 +106,9 @@ def test_healthy_environment_binds_all_hooks_and_exports(receiver: OtlpReceiver)
     pytest.importorskip("transformers", reason="transformers is not installed")
     found = doctor("--imports", **receiver.environ)
     assert (0, True) == (found.code, found.ok), found.output
-    assert {"ok"} == {check["state"] for name, check in found.checks.items() if name != "leftovers"}, (
-        found.output
-    )
+    # Other tests may be running servers, or have left dead ones.
+    own = [check for name, check in found.checks.items() if not name.startswith(("leftovers", "requests of"))]
+    assert {"ok"} == {check["state"] for check in own}, found.output
     bound = re.search(
         r"active, (\d+) of (\d+) hooks bound", found.checks["integration transformers"]["found"]
     )
