@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 
 from otel_infer import _clock, cli
-from otel_infer.ringbuffer import dead_servers, directory, events
+from otel_infer.ringbuffer import dead_servers, directory, events, sidecar_claim
 from otel_infer.ringbuffer.arena import FileArena
 from otel_infer.ringbuffer.writer import RequestWriter
 from otel_infer.sidecar.recording import dump_request
@@ -158,8 +158,8 @@ def test_another_user_cannot_delay_telemetry(toy: Toy, volume: Path, receiver: O
         assert as_other_user(lambda path=path: take_lock(path)) == REFUSED
     for pid in (toy.state()["pid"], toy.sidecar()):
         assert as_other_user(lambda pid=pid: os.kill(pid, 19)) == REFUSED  # SIGSTOP
-    assert as_other_user(lambda: directory.claim_sidecar_start(folder)) is True  # in its own view only
-    assert not (folder / directory.STARTING_FILE).exists()
+    assert as_other_user(lambda: sidecar_claim.claim_sidecar_start(folder)) == -1  # it holds nothing
+    assert not sidecar_claim.is_starting(folder)
     port = int(toy.environ["OTEL_INFER_METRICS_PORT"])
     idle = [socket.create_connection(("127.0.0.1", port)) for _ in range(40)]
     began = time.monotonic()
