@@ -183,6 +183,8 @@ class Assembler:
         request.mark_steps_lost()
 
     def _end_request(self, ring: int, handle: int, event: events.RequestEnded) -> None:
+        if event.outcome not in events.OUTCOME_NAMES:
+            raise ValueError(f"unknown outcome {event.outcome}")
         request = self.open_requests.get((ring, handle))
         if request is not None:
             self._mark_ended(request, event)

@@ -658,3 +658,28 @@ def test_a_request_that_cannot_be_closed_does_not_keep_the_others_open(
         assembler.drain_records(late)
     assert len(assembler.drain_records(late)) == 1
     assert assembler.drain_records(late) == []
+
+
+@pytest.mark.parametrize("outcome", [-1, 3, 65_535, -(1 << 63)])
+def test_an_end_with_an_unknown_outcome_is_torn(outcome: int) -> None:
+    story = Story()
+    request = story.arrives(0, "a")
+    story.ends(10, request)
+    recorded = [
+        each._replace(event=each.event._replace(outcome=outcome))
+        if isinstance(each.event, events.RequestEnded)
+        else each
+        for each in story.in_order()
+    ]
+    assembler = Assembler()
+    assembler.feed_events(recorded)
+    assert (assembler.events_torn, assembler.drain_records(AFTER_ALL_EVENTS)) == (1, [])
+
+
+def test_a_horizon_beyond_all_time_closes_what_there_is() -> None:
+    story = Story()
+    story.ends(10, story.arrives(0, "a"))
+    assembler = Assembler()
+    assembler.feed_events(story.in_order())
+    assert len(assembler.drain_records(1 << 64)) == 1
+    assert assembler.drain_records(1 << 64) == []
