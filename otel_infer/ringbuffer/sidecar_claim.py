@@ -1,7 +1,7 @@
 """The right to start the sidecar of a server: one process of the server has it at a time.
 
 It is a lock of `flock` on the file `starting`. Unlike a lock of `fcntl.lockf`, it belongs to the open file, so
-the sidecar inherits it. Whoever is killed meanwhile, the kernel releases it.
+the sidecar inherits it. The kernel releases it when the process that holds it is killed.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ RESOURCE_ERRNOS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 def claim_sidecar_start(folder: Path) -> int | None:
     """Returns a descriptor that holds the right to start the sidecar; None while another process holds it.
 
-    The descriptor is passed on to the sidecar, which closes it when it has its own lock. −1: the right cannot be
-    held here, by nobody.
+    The descriptor is passed on to the sidecar, which closes it when it has its own lock. −1: no process can
+    hold the right here.
     """
     try:
         descriptor = private_files.open_beside_rings(folder / STARTING_FILE, os.O_RDWR | os.O_CREAT)

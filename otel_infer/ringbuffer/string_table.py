@@ -80,7 +80,7 @@ class StringTable:
                     self._unused, self._closed_at = {}, cell
             elif (
                 cell - self._closed_at >= self._ring_cells // 4
-            ):  # whoever took an id meanwhile has it in `ids`
+            ):  # an id that was taken meanwhile is in `ids`
                 self._free_unused()
                 self._swept_at = self._closed_at = 0
         finally:

@@ -1,7 +1,7 @@
 """Keeps the ledger of a server: every offered request is exported, dismissed, open, or lost by reason.
 
-The pipeline and the sender count what they know. What nobody saw is found by difference: a request whose
-events were overwritten before they were read, or one that an earlier sidecar had read when it was killed.
+The pipeline and the sender count the requests that they settle. The others are found by difference: a request
+whose events were overwritten before they were read, or that an earlier sidecar had read when it was killed.
 """
 
 from __future__ import annotations
