@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -55,7 +56,8 @@ def test_one_trace_has_the_start_of_all_processes(server: Server, receiver: Otlp
     )
     (root,) = [span for span in receiver.spans if span["name"] == semconv.SPAN_SERVER_START]
     spans = [span for span in receiver.spans if span["trace_id"] == root["trace_id"]]
-    drawn = tree(spans, "")
+    # On a busy machine a second may pass between two imports, which are then phases of their own.
+    drawn = [line for line, _ in itertools.groupby(tree(spans, ""))]
     assert sorted(drawn) == sorted(
         [
             "server start",
