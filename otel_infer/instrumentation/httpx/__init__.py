@@ -185,10 +185,10 @@ def _make_body_class(stream: type, body: type[_TracedBody | _AsyncTracedBody], b
 
     httpx and httpx2 each check for their own base class, found here by the name `base`.
     """
-    body_class = _body_classes.get((stream, body))
-    if body_class is None:
-        base_class = next(parent for parent in stream.__mro__ if parent.__name__ == base)
-        body_class = _body_classes[stream, body] = type("TracedBody", (body, base_class), {})
+    base_class = next(parent for parent in stream.__mro__ if parent.__name__ == base)
+    body_class = _body_classes.get((base_class, body))
+    if body_class is None:  # two for each library, however many classes of streams there are
+        body_class = _body_classes[base_class, body] = type("TracedBody", (body, base_class), {})
     return body_class
 
 

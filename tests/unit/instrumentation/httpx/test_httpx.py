@@ -30,6 +30,7 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 
 from otel_infer import semconv
 from otel_infer.instrumentation import asgi
+from otel_infer.instrumentation import httpx as instrumentation
 from otel_infer.instrumentation.httpx import (
     AsyncTracedTransport,
     TracedTransport,
@@ -787,3 +788,14 @@ def test_client_page_explains_every_attribute() -> None:
     page = (ROOT / "docs" / "engines" / "httpx-client.md").read_text()
     defined = {value for name, value in vars(semconv).items() if name.startswith("CLIENT_")}
     assert defined == set(re.findall(r"`(infer\.client\.[a-z_.]+)`", page))
+
+
+def test_each_request_may_have_a_class_of_streams_of_its_own() -> None:
+    """As transports in tests have; nothing is kept for each of them."""
+    classes = {
+        instrumentation._make_body_class(
+            type("Body", (httpx.SyncByteStream,), {}), instrumentation._TracedBody, "SyncByteStream"
+        )
+        for _ in range(10)
+    }
+    assert len(classes) == 1
