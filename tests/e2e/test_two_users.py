@@ -9,10 +9,8 @@ import contextlib
 import fcntl
 import os
 import pickle
-import shutil
 import socket
 import stat
-import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -27,6 +25,7 @@ from otel_infer.ringbuffer.arena import FileArena
 from otel_infer.ringbuffer.writer import RequestWriter
 from otel_infer.sidecar.recording import dump_request
 from tests.support.arrivals import arrived, lost, requests_of
+from tests.support.other_process import shared_volume
 from tests.support.otlp_receiver import OtlpReceiver
 from tests.support.toy_server import Toy, free_port, wait_until
 
@@ -72,10 +71,8 @@ def as_other_user(work: Callable[[], Any]) -> Any:
 @pytest.fixture
 def volume() -> Iterator[Path]:
     """Returns a folder on tmpfs like an emptyDir: every user may write, and there is no sticky bit."""
-    folder = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="test-two-users-"))
-    folder.chmod(0o777)
-    yield folder
-    shutil.rmtree(folder)
+    with shared_volume() as folder:
+        yield folder
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ import errno
 import os
 import shutil
 import signal
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +17,7 @@ import pytest
 from otel_infer.ringbuffer import dead_servers, directory, layout, sidecar_claim
 from otel_infer.ringbuffer.arena import FileArena, RingUnavailable
 from otel_infer.ringbuffer.writer import RequestWriter
+from tests.support.other_process import another_process, holding, shared_volume
 
 USER = f"otel_infer-{os.getuid()}"
 
@@ -25,48 +25,14 @@ USER = f"otel_infer-{os.getuid()}"
 @pytest.fixture
 def shm() -> Iterator[Path]:
     """Returns a folder on tmpfs that other users can write to, like a volume."""
-    folder = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="test-place-"))
-    folder.chmod(0o777)
-    yield folder
-    shutil.rmtree(folder)
+    with shared_volume() as folder:
+        yield folder
 
 
 @pytest.fixture
 def own(shm: Path) -> Path:
     """Returns a folder on tmpfs that only this user can use."""
     return directory.ensure_private_folder(shm / "own")
-
-
-@contextlib.contextmanager
-def another_process(work: Callable[[], Any]) -> Iterator[int]:
-    """Runs `work` in a process that lives until the block ends; a process does not see its own locks as held."""
-    ready, written = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            result = work()
-            os.write(written, b"1" if result is not None else b"0")
-            signal.pause()
-        finally:
-            os._exit(1)
-    os.close(written)
-    try:
-        assert os.read(ready, 1) == b"1"
-        yield pid
-    finally:
-        os.close(ready)
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-
-
-def holding(path: Path) -> Callable[[], directory.FileLock]:
-    def hold() -> directory.FileLock:
-        lock = directory.FileLock(path)
-        assert lock.acquire()
-        return lock
-
-    return hold
 
 
 def writing(folder: Path, name: str = "1-a") -> Callable[[], RequestWriter]:
@@ -313,22 +279,12 @@ def test_served_folders_are_found_from_folder_and_parents(
     (idle / directory.SIDECAR_LOCK).touch()
     (mine / f"12-ab{layout.SUFFIX_REQUESTS}").touch()
     (mine / f"13-cd{layout.SUFFIX_REQUESTS}").touch()
-    reader, writer = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        directory.FileLock(mine / directory.SIDECAR_LOCK).acquire()
-        os.write(writer, b"1")
-        signal.pause()
-    try:
-        os.read(reader, 1)
+    with another_process(holding(mine / directory.SIDECAR_LOCK)):
         assert [directory.find_served_folders(folder) for folder in (mine, user, tmp_path)] == [[mine]] * 3
         assert (
             directory.find_served_folders(idle) == directory.find_served_folders(tmp_path / "nowhere") == []
         )
         assert directory.list_writer_pids(mine) == [12, 13]
-    finally:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
 
 
 def test_without_descriptors_locks_count_as_held(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -20,6 +18,7 @@ from otel_infer.ringbuffer.writer import RequestWriter
 from otel_infer.sidecar import launcher
 from otel_infer.sidecar.recording import dump_request
 from otel_infer.sidecar.service_resource import ServiceResource
+from tests.support.other_process import shared_volume
 
 NOBODY = 65534
 DUMP = f"{directory.DUMP_PREFIX}{'0' * 16}"
@@ -50,10 +49,8 @@ OPERATIONS: dict[str, Callable[[Path], object]] = {
 @pytest.fixture
 def volume() -> Iterator[Path]:
     """Returns a volume that every user may write to, without the sticky bit."""
-    folder = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="test-swapped-"))
-    folder.chmod(0o777)
-    yield folder
-    shutil.rmtree(folder)
+    with shared_volume() as folder:
+        yield folder
 
 
 def make_victim(folder: Path) -> Path:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,22 +11,15 @@ from otel_infer.cli.doctor.requests import check_requests, describe_counts
 from otel_infer.config.environment import Config
 from otel_infer.ringbuffer import directory
 from otel_infer.ringbuffer.ledger import RequestLedger, open_ledger
+from tests.support.other_process import another_process, holding
 
 
 @pytest.fixture
 def served_folder(tmp_path: Path) -> Iterator[Path]:
     """A folder whose sidecar, another process, holds its lock."""
     tmp_path.chmod(0o700)
-    reader, writer = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        directory.FileLock(tmp_path / directory.SIDECAR_LOCK).acquire()
-        os.write(writer, b"1")
-        signal.pause()
-    os.read(reader, 1)
-    yield tmp_path
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
+    with another_process(holding(tmp_path / directory.SIDECAR_LOCK)):
+        yield tmp_path
 
 
 def test_the_counts_are_an_equation() -> None:
