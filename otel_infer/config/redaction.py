@@ -7,7 +7,7 @@ or the user of an endpoint, and characters that a terminal would execute.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from urllib.parse import unquote, urlsplit
 
 MASK = "***"
@@ -41,7 +41,12 @@ def list_secrets(environ: Mapping[str, str]) -> list[str]:
                 secrets |= {value, unquote(value), unquote(value).rpartition(" ")[2]}
         elif name.startswith("OTEL_") and name.endswith("_ENDPOINT"):
             secrets |= _list_url_secrets(text)
-    return sorted((secret for secret in secrets if len(secret) >= MIN_SECRET_CHARS), key=len, reverse=True)
+    return select_secrets(secrets)
+
+
+def select_secrets(texts: Iterable[str]) -> list[str]:
+    """Returns the texts that are long enough to be masked, the longest first."""
+    return sorted((text for text in texts if len(text) >= MIN_SECRET_CHARS), key=len, reverse=True)
 
 
 def _is_headers(variable: str) -> bool:

@@ -11,6 +11,8 @@ import ssl
 from collections.abc import Iterable
 from typing import Any
 
+from otel_infer.config.redaction import mask_secrets, select_secrets
+
 TOKEN_VARIABLE = "GRAFANA_TOKEN"
 """The environment variable of the credential; the command line reads it, this module only names it."""
 
@@ -41,10 +43,7 @@ def redact_secrets(text: str, secrets: Iterable[str]) -> str:
 
     It is cut to `MAX_QUOTED_CHARS` characters.
     """
-    for secret in sorted(secrets, key=len, reverse=True):
-        text = text.replace(secret, "***") if len(secret) > 3 else text
-    text = re.sub(r"[\x00-\x1f\x7f-\x9f]", " ", text)  # a terminal would execute them
-    text = " ".join(re.sub(r"(?<=://)[^/\s]+@", "***@", text).split())
+    text = " ".join(mask_secrets(text, select_secrets(secrets)).split())
     return text if len(text) <= MAX_QUOTED_CHARS else text[:MAX_QUOTED_CHARS] + "…"
 
 
