@@ -1,4 +1,4 @@
-"""Writes request rings. An event takes no system call, no lock, and no memory beyond the ring.
+"""Writes request rings. An event makes no system call, waits for no lock, and takes no memory beyond the ring.
 
 Cells and slots are reserved with `next(itertools.count())` and `deque.popleft()`. Both are single C calls:
 they are atomic under the GIL, and safe when a garbage-collection hook re-enters the writer in the middle of
