@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from typing import Any
 
@@ -39,6 +39,8 @@ class RequestSpan(trace.Span):
     responding = tokens_reached = first_token_sent = False
     operation = engine = ""
     detokenize_ns = 0
+    on_token_reached: Callable[[], None] | None = None
+    """Called once, in any thread, when the first token has reached the part that serves the client."""
     is_forked = False
     """The parent process of this one records the request; what this process does is below it."""
     _attribute_keys: set[str] | None = None
@@ -152,6 +154,8 @@ class RequestSpan(trace.Span):
         if not self.tokens_reached:
             self.tokens_reached = self.inspect_next_chunk = True
             recorder.record(self.handle, events.TokenReached(_clock.now()))
+            if self.on_token_reached is not None:
+                self.on_token_reached()
 
     def close(
         self,
@@ -165,7 +169,7 @@ class RequestSpan(trace.Span):
         """Closes the request; a second call does nothing. `http`, `route`: as in `ExchangeEnded`."""
         if self.ended:
             return
-        self.ended = True
+        self.ended, self.on_token_reached = True, None
         self.around = _EMPTY_CONTEXT  # it may hold an earlier request of the same connection
         if self.provider_spans is not None:  # user code sets the status of the provider's span
             self.set_status(getattr(self.provider_spans[1], "status", None))

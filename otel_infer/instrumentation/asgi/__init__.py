@@ -22,8 +22,8 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import otel_infer.tracing  # noqa: F401  (loads OpenTelemetry's API, see `config.propagators`)
-from otel_infer.instrumentation.asgi import event_loop_lag, response_headers
-from otel_infer.instrumentation.asgi.exchange import SCOPE_KEY, App, Exchange, Receive, Scope, Send
+from otel_infer.instrumentation.asgi import event_loop_lag, response_headers, server_connection
+from otel_infer.instrumentation.asgi.exchange import SCOPE_KEY, App, Exchange, Receive, Scope
 from otel_infer.instrumentation.asgi.lifespan import Lifespan
 from otel_infer.instrumentation.asgi.parent_context import (
     AsgiEntryPoint,
@@ -32,6 +32,7 @@ from otel_infer.instrumentation.asgi.parent_context import (
     has_provider,
     is_remote_parent_in_other_trace,
 )
+from otel_infer.instrumentation.asgi.response import Send
 from otel_infer.instrumentation.asgi.untraced_exchange import UntracedExchange
 from otel_infer.instrumentation.hooks.instrumentor import Instrumentor
 from otel_infer.instrumentation.hooks.probe import Hook, WrapperFactory
@@ -151,6 +152,7 @@ instrumentor.patch_hot_path("uvicorn.config:Config.load", part="uvicorn")(_patch
 instrumentor.patch_hot_path("hypercorn.app_wrappers:ASGIWrapper.__init__", part="hypercorn")(
     _patch_app_attribute("app")
 )
+server_connection.register_hooks(instrumentor)
 
 
 @instrumentor.patch_hot_path(

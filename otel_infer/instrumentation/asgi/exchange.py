@@ -9,7 +9,6 @@ from typing import Any
 
 from otel_infer import _clock
 from otel_infer.config import tenancy
-from otel_infer.instrumentation.asgi import response_headers
 from otel_infer.instrumentation.asgi.outcome import determine_outcome, unwrap_group
 from otel_infer.instrumentation.asgi.parent_context import (
     AsgiEntryPoint,
@@ -22,15 +21,14 @@ from otel_infer.instrumentation.asgi.parent_context import (
     is_remote_parent_in_other_trace,
     parse_remote_parent,
 )
+from otel_infer.instrumentation.asgi.response import Message, Response, Send
 from otel_infer.instrumentation.asgi.route import encode_method_and_route
 from otel_infer.instrumentation.hooks.probe import Hook
 from otel_infer.ringbuffer import events
-from otel_infer.tracing import caller, context, request_span, start
+from otel_infer.tracing import caller, context, start
 
 Scope = MutableMapping[str, Any]
-Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
 App = Callable[..., Awaitable[Any]]
 
 SCOPE_KEY = "otel_infer"
@@ -40,69 +38,41 @@ OWNER = "asgi"
 _now = _clock.now
 
 
-class _UnknownConnection:
-    """Stands for a server that does not report whether its client is still connected."""
-
-    def __init__(self) -> None:
-        self.disconnected = False
-
-
-_UNKNOWN_CONNECTION = _UnknownConnection()
-
-
-class Exchange:
+class Exchange(Response):
     """One HTTP request and its response. It raises only exceptions of the server or the application.
 
     `route_error`: the exception that left the routes during the response. Middleware of Starlette may still
     complete such a response normally.
     `ambient`: the parent is the span that is current where the exchange begins.
-    `deferred`: the request is to be opened further in. `finishing`: the last byte is being sent or was sent.
-    `disconnected_at`, `completed_at`: when the client was found to be gone, and when the last byte was handed
-    over; monotonic ns, 0 = not yet.
+    `deferred`: the request is to be opened further in.
     """
 
     __slots__ = (
         "_receive",
-        "_response_started_at",
-        "_send",
-        "_server",
         "_tokens",
         "ambient",
         "arrived_at",
-        "completed_at",
         "deferred",
-        "disconnected_at",
         "entry_point",
-        "finishing",
-        "hook",
         "mount_path",
         "reached_app",
-        "request",
         "root_path",
         "route",
         "route_error",
         "scope",
-        "status",
     )
 
     def __init__(
         self, scope: Scope, receive: Receive, send: Send, hook: Hook, entry_point: AsgiEntryPoint | None
     ) -> None:
         self.arrived_at = _now()
-        self.hook, self.entry_point, self.scope = hook, entry_point, scope
-        self.request: request_span.RequestSpan | None = None
-        self.ambient = self.deferred = self.reached_app = self.finishing = False
-        self.status = self.disconnected_at = self.completed_at = self._response_started_at = 0
+        super().__init__(send, hook)
+        self.entry_point, self.scope, self._receive = entry_point, scope, receive
+        self.ambient = self.deferred = self.reached_app = False
         self._tokens: Tokens = ()
         self.root_path, self.mount_path = scope.get("root_path") or "", ""
         self.route: Any = None
         self.route_error: Exception | None = None
-        self._receive, self._send = receive, send
-        # uvicorn drops messages to a client that has left. Only `receive` and this flag show that.
-        server = getattr(send, "__self__", None)
-        self._server: Any = _UNKNOWN_CONNECTION
-        if server is not None and type(getattr(server, "disconnected", None)) is bool:
-            self._server = server
 
     def __enter__(self) -> Exchange:
         """Opens the request, unless it is deferred. The application is called inside of this scope."""
@@ -114,7 +84,8 @@ class Exchange:
         if self.request is not None:
             self.close_request(exc)
         detach_all(self._tokens)
-        # Breaks a reference cycle: `send` may hold the scope, and the scope would hold this object.
+        # Breaks reference cycles: `send` holds this object, and may hold the scope, which would hold it too.
+        self.send = None
         self.scope.pop(SCOPE_KEY, None)
 
     def open_request(self, ambient: bool) -> Tokens:
@@ -197,95 +168,17 @@ class Exchange:
             if message.get("type") == "http.disconnect" and not self.finishing:
                 self.disconnected_at = self.disconnected_at or _now()
         except BaseException as exc:
-            self._abandon_request(exc)
+            self.abandon_request(exc)
         return message
 
-    async def send(self, message: Message) -> None:
-        """Calls the server's `send` and times it. A chunk of a stream takes as few calls as possible here."""
-        began_at, request = 0, self.request
-        try:
-            kind = message.get("type")
-            if kind != "http.response.body":
-                if kind == "http.response.start":
-                    message = self._start_response(message)
-                elif kind == "http.response.pathsend":
-                    self.finishing, began_at = True, _now()
-            elif request is not None:
-                began_at = _now()
-                if not message.get("more_body"):
-                    self.finishing = True
-                if self._server.disconnected:
-                    self.disconnected_at = self.disconnected_at or began_at
-                elif message.get("body"):
-                    if request.inspect_next_chunk:
-                        self._record_first_chunk(request, began_at)
-                    request.chunks += 1
-        except BaseException as exc:
-            # Any other message is the application's error, which the server raises.
-            if isinstance(message, MutableMapping):
-                self._abandon_request(exc)
-        try:
-            await self._send(message)
-        except BaseException as exc:
-            self._record_send_error(began_at, exc)
-            raise
-        if began_at and request is not None:
-            ended_at = _now()
-            request.send_wait_ns += ended_at - began_at
-            if self.finishing:
-                self._complete_response(ended_at)
-
-    def _record_send_error(self, began_at: int, exc: BaseException) -> None:
-        """Records an exception of the server's `send`. `began_at`: 0 = the call is not timed."""
-        try:
-            request, ended_at = self.request, _now()
-            if request is not None and began_at:
-                request.send_wait_ns += ended_at - began_at
-            if isinstance(exc, OSError) or type(exc).__name__ == "ClientDisconnect":
-                self.disconnected_at = self.disconnected_at or ended_at
-        except BaseException as own_exc:
-            self._abandon_request(own_exc)
-
-    def _record_first_chunk(self, request: request_span.RequestSpan, at: int) -> None:
-        request.inspect_next_chunk = False
-        if not request.responding:
-            request.responding = True
-            if self.finishing:
-                self._response_started_at = at  # recorded with the end, which follows
-            else:
-                request.record_event(events.ResponseStarted(at))
-        if request.tokens_reached and not request.first_token_sent:
-            request.first_token_sent = True
-            request.record_event(events.FirstTokenSent(at))
-
-    def _start_response(self, message: Message) -> Message:
-        """Reads the start message of the response. Returns it, with tracing headers if they are enabled."""
-        if self.deferred:  # a middleware responds, so the router is not reached
+    def open_deferred_request(self) -> None:
+        """Opens a deferred request at the start of its response: a middleware responds."""
+        if self.deferred:
             self.deferred = False
             if not has_active_span():
                 detach_all(self.open_request(ambient=False))
-        if self._server.disconnected:
-            self.disconnected_at = self.disconnected_at or _now()
-        status = message.get("status")
-        if not self.disconnected_at and isinstance(status, int):
-            self.status = int(status)
-        if response_headers.enabled and self.request is not None:
-            return response_headers.add_headers(message, self.request)
-        return message
 
     # ── the end ──────────────────────────────────────────────────────────────────────────────────────────────────
-
-    def _complete_response(self, at: int) -> None:
-        """Closes the request at its last byte. Background tasks that follow are not part of the request."""
-        try:
-            if self._server.disconnected:
-                self.disconnected_at = self.disconnected_at or at
-            self.completed_at = at
-            # For a status of 500 or more, the exception behind it is still to come.
-            if self.status < 500 or self.disconnected_at:
-                self.close_request(None)
-        except BaseException as exc:
-            self._abandon_request(exc)
 
     def close_request(self, exc: BaseException | None) -> None:
         """Closes the request, once. `exc`: the exception that left the application, or None."""
@@ -301,24 +194,26 @@ class Exchange:
                     unwrap_group(exc or (route_error if self.status < 300 else None))
                 )
             at = self.disconnected_at or self.completed_at
+            if self.is_direct:
+                request.chunks = 0  # not all were seen
             http, route = (
                 encode_method_and_route(self.scope, self.route, self.root_path, self.mount_path)
                 if request.has_server
                 else (0, "")
             )
-            if self._response_started_at:
-                if self._response_started_at == at - request.send_wait_ns:
+            if self.started_at:
+                if self.started_at == at - request.send_wait_ns:
                     http |= events.SINGLE_CHUNK
                 else:
-                    request.record_event(events.ResponseStarted(self._response_started_at))
+                    request.record_event(events.ResponseStarted(self.started_at))
             request.close(outcome, error_type, self.status, at, http, route)
         except BaseException as own_exc:
             self.request = request
-            self._abandon_request(own_exc)
+            self.abandon_request(own_exc)
 
     def _determine_outcome(self, exc: BaseException | None) -> tuple[int, str]:
         """Returns outcome and error type. Sets a missing `status` and the instant of a disconnect."""
-        if not self.completed_at and self._server.disconnected:
+        if not self.completed_at and self.connection.disconnected:
             self.disconnected_at = self.disconnected_at or _now()
         if self.disconnected_at or type(exc).__name__ == "ClientDisconnect":
             return events.ABORTED, events.CLIENT_DISCONNECT
@@ -326,13 +221,13 @@ class Exchange:
             # A server that reports disconnects cancels only because it shuts down.
             return (
                 events.ABORTED,
-                events.CLIENT_DISCONNECT if self._server is _UNKNOWN_CONNECTION else events.CANCELLED,
+                events.CANCELLED if self.reports_disconnects() else events.CLIENT_DISCONNECT,
             )
         # Servers send 500 if the application sent nothing.
         sent_status, self.status = self.status, self.status or 500
         return determine_outcome(exc, sent_status, bool(self.completed_at))
 
-    def _abandon_request(self, exc: BaseException) -> None:
+    def abandon_request(self, exc: BaseException) -> None:
         """Closes the request after our own code raised: neither a success nor an error. Its slot is freed."""
         request, self.request = self.request, None
         if request is not None:

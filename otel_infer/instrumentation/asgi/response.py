@@ -1,0 +1,202 @@
+"""Follows the response of one HTTP request: its start, its first chunks, its last byte, a client that leaves.
+
+    start, first chunks ─▶ send_and_record ─▶ server's send       further chunks ─▶ server's send
+
+The application holds `send`, a `functools.partial`. Its function is replaced through `__setstate__`, so that
+further chunks reach the server without a frame of ours. That needs hooks on the server, which report the last
+byte and slow readers (`server_connection`). Other servers are timed at each chunk.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from otel_infer import _clock
+from otel_infer.instrumentation.asgi import response_headers
+from otel_infer.instrumentation.asgi.server_connection import (
+    UNKNOWN_CONNECTION,
+    can_send_directly,
+    find_connection,
+    follow_response,
+)
+from otel_infer.instrumentation.hooks.probe import Hook
+from otel_infer.ringbuffer import events
+from otel_infer.tracing import request_span
+
+Message = MutableMapping[str, Any]
+Send = Callable[[Message], Awaitable[None]]
+
+_now = _clock.now
+
+
+class Response:
+    """The response of one exchange, which `Exchange` extends by the request.
+
+    `request`: None where nothing is recorded, and after it was closed. `finishing`: the last byte is being
+    sent or was sent. `disconnected_at`, `completed_at`: when the client was found to be gone, and when the
+    last byte was handed over; monotonic ns, 0 = not yet. `started_at`: when sending of the only chunk began.
+    `is_direct`: chunks pass without a frame of ours.
+    """
+
+    __slots__ = (
+        "completed_at",
+        "connection",
+        "disconnected_at",
+        "finishing",
+        "hook",
+        "is_direct",
+        "request",
+        "send",
+        "server_send",
+        "started_at",
+        "status",
+    )
+
+    def __init__(self, send: Send, hook: Hook) -> None:
+        self.hook, self.server_send = hook, send
+        self.request: request_span.RequestSpan | None = None
+        self.finishing = self.is_direct = False
+        self.status = self.disconnected_at = self.completed_at = self.started_at = 0
+        self.connection: Any = find_connection(send)
+        self.send: Any = functools.partial(self.send_and_record)
+
+    async def send_and_record(self, message: Message) -> None:
+        """Calls the server's `send` and times it."""
+        began_at, request = 0, self.request
+        try:
+            kind = message.get("type")
+            if kind != "http.response.body":
+                if kind == "http.response.start":
+                    message = self._start_response(message)
+                elif kind == "http.response.pathsend":
+                    self.finishing, began_at = True, _now()
+            elif request is not None:
+                began_at = _now()
+                self._record_chunk(request, message, began_at)
+        except BaseException as exc:
+            # Any other message is the application's error, which the server raises.
+            if isinstance(message, MutableMapping):
+                self.abandon_request(exc)
+        try:
+            await self.server_send(message)
+        except BaseException as exc:
+            self._record_send_error(began_at, exc)
+            raise
+        if began_at and request is not None:
+            ended_at = _now()
+            request.send_wait_ns += ended_at - began_at
+            if self.finishing:
+                self.record_last_byte(ended_at)
+
+    def _record_chunk(self, request: request_span.RequestSpan, message: Message, at: int) -> None:
+        if not message.get("more_body"):
+            self.finishing = True
+        if self.connection.disconnected:
+            self.disconnected_at = self.disconnected_at or at
+        elif message.get("body"):
+            if request.inspect_next_chunk:
+                self._record_first_chunk(request, at)
+            request.chunks += 1
+            if not self.finishing:
+                self._send_directly(request)
+
+    def _record_first_chunk(self, request: request_span.RequestSpan, at: int) -> None:
+        request.inspect_next_chunk = False
+        if not request.responding:
+            request.responding = True
+            if self.finishing:
+                self.started_at = at  # recorded with the end, which follows
+            else:
+                request.record_event(events.ResponseStarted(at))
+        if request.tokens_reached and not request.first_token_sent:
+            request.first_token_sent = True
+            request.record_event(events.FirstTokenSent(at))
+
+    # ── chunks without a frame of ours ───────────────────────────────────────────────────────────────────────────
+
+    def _send_directly(self, request: request_span.RequestSpan) -> None:
+        """Lets the further chunks of a stream pass, unless the server does not report its end."""
+        if not self.is_direct:
+            if not can_send_directly(self.connection):
+                return
+            follow_response(self.connection, self)
+            self.is_direct = True
+        request.on_token_reached = None if request.first_token_sent else self._inspect_next_chunk
+        self.send.__setstate__((self.server_send, (), {}, None))
+        if request.inspect_next_chunk:  # another thread has set it just now
+            self._inspect_next_chunk()
+
+    def _inspect_next_chunk(self) -> None:
+        """Lets the next chunk pass through this object again, because it may be the first with a token."""
+        send = self.send
+        if send is not None:  # the exchange has not ended just now
+            send.__setstate__((self.send_and_record, (), {}, None))
+
+    def record_send_wait(self, wait_ns: int) -> None:
+        """Adds the time for which a direct `send` waited for a slow reader."""
+        request = self.request
+        if request is not None and self.is_direct:
+            request.send_wait_ns += wait_ns
+
+    def record_disconnect(self, at: int) -> None:
+        """Stores when the client was found to be gone, unless it is known."""
+        self.disconnected_at = self.disconnected_at or at
+
+    # ── start and end ────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _start_response(self, message: Message) -> Message:
+        """Reads the start message of the response. Returns it, with tracing headers if they are enabled."""
+        self.open_deferred_request()
+        if self.connection.disconnected:
+            self.disconnected_at = self.disconnected_at or _now()
+        status = message.get("status")
+        if not self.disconnected_at and isinstance(status, int):
+            self.status = int(status)
+        if response_headers.enabled and self.request is not None:
+            return response_headers.add_headers(message, self.request)
+        return message
+
+    def record_last_byte(self, at: int) -> None:
+        """Closes the request at its last byte. Background tasks that follow are not part of the request."""
+        if self.completed_at:
+            return
+        try:
+            if self.connection.disconnected:
+                self.disconnected_at = self.disconnected_at or at
+            self.completed_at, self.finishing = at, True
+            # For a status of 500 or more, the exception behind it is still to come.
+            if self.status < 500 or self.disconnected_at:
+                self.close_request(None)
+        except BaseException as exc:
+            self.abandon_request(exc)
+
+    def _record_send_error(self, began_at: int, exc: BaseException) -> None:
+        """Records an exception of the server's `send`. `began_at`: 0 = the call is not timed."""
+        try:
+            request, ended_at = self.request, _now()
+            if request is not None and began_at:
+                request.send_wait_ns += ended_at - began_at
+            if isinstance(exc, OSError) or type(exc).__name__ == "ClientDisconnect":
+                self.disconnected_at = self.disconnected_at or ended_at
+        except BaseException as own_exc:
+            self.abandon_request(own_exc)
+
+    def reports_disconnects(self) -> bool:
+        """Returns whether the server tells that its client has left."""
+        return self.connection is not UNKNOWN_CONNECTION
+
+    # ── what `Exchange` adds ─────────────────────────────────────────────────────────────────────────────────────
+
+    def open_deferred_request(self) -> None:
+        """Opens a request that is still to be opened."""
+        raise NotImplementedError
+
+    def close_request(self, exc: BaseException | None) -> None:
+        """Closes the request, once. `exc`: the exception that left the application, or None."""
+        raise NotImplementedError
+
+    def abandon_request(self, exc: BaseException) -> None:
+        """Closes the request after our own code raised `exc`."""
+        raise NotImplementedError
