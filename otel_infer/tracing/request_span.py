@@ -39,6 +39,8 @@ class RequestSpan(trace.Span):
     responding = tokens_reached = first_token_sent = False
     operation = engine = ""
     detokenize_ns = 0
+    sends_directly = False
+    """Whether the response's chunks reach the server without a frame of ours."""
     on_token_reached: Callable[[], None] | None = None
     """Called once, in any thread, when the first token has reached the part that serves the client."""
     is_forked = False

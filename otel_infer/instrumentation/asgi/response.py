@@ -17,7 +17,6 @@ from otel_infer import _clock
 from otel_infer.instrumentation.asgi import response_headers
 from otel_infer.instrumentation.asgi.server_connection import (
     UNKNOWN_CONNECTION,
-    can_send_directly,
     find_connection,
     follow_response,
 )
@@ -37,7 +36,7 @@ class Response:
     `request`: None where nothing is recorded, and after it was closed. `finishing`: the last byte is being
     sent or was sent. `disconnected_at`, `completed_at`: when the client was found to be gone, and when the
     last byte was handed over; monotonic ns, 0 = not yet. `started_at`: when sending of the only chunk began.
-    `is_direct`: chunks pass without a frame of ours.
+    `is_direct`: chunks pass without a frame of ours. `is_timed`: the server has no hooks that allow it.
     """
 
     __slots__ = (
@@ -47,6 +46,7 @@ class Response:
         "finishing",
         "hook",
         "is_direct",
+        "is_timed",
         "request",
         "send",
         "server_send",
@@ -57,7 +57,7 @@ class Response:
     def __init__(self, send: Send, hook: Hook) -> None:
         self.hook, self.server_send = hook, send
         self.request: request_span.RequestSpan | None = None
-        self.finishing = self.is_direct = False
+        self.finishing = self.is_direct = self.is_timed = False
         self.status = self.disconnected_at = self.completed_at = self.started_at = 0
         self.connection: Any = find_connection(send)
         self.send: Any = functools.partial(self.send_and_record)
@@ -119,10 +119,10 @@ class Response:
     def _send_directly(self, request: request_span.RequestSpan) -> None:
         """Lets the further chunks of a stream pass, unless the server does not report its end."""
         if not self.is_direct:
-            if not can_send_directly(self.connection):
+            if self.is_timed or not follow_response(self.server_send, self):
+                self.is_timed = True
                 return
-            follow_response(self.connection, self)
-            self.is_direct = True
+            self.is_direct = request.sends_directly = True
         request.on_token_reached = None if request.first_token_sent else self._inspect_next_chunk
         self.send.__setstate__((self.server_send, (), {}, None))
         if request.inspect_next_chunk:  # another thread has set it just now
@@ -133,12 +133,6 @@ class Response:
         send = self.send
         if send is not None:  # the exchange has not ended just now
             send.__setstate__((self.send_and_record, (), {}, None))
-
-    def record_send_wait(self, wait_ns: int) -> None:
-        """Adds the time for which a direct `send` waited for a slow reader."""
-        request = self.request
-        if request is not None and self.is_direct:
-            request.send_wait_ns += wait_ns
 
     def record_disconnect(self, at: int) -> None:
         """Stores when the client was found to be gone, unless it is known."""

@@ -1,10 +1,10 @@
-"""Hooks on uvicorn's connections, so that the chunks of a stream pass without a frame of ours.
+"""Hooks on uvicorn's and hypercorn's connections, so that the chunks of a stream pass without a frame of ours.
 
-    RequestResponseCycle.send ─▶ on_response            the last byte was written, once per response
-                               ─▶ FlowControl.drain     the client reads slowly: called only while writing is paused
-    Protocol.connection_lost                            the client left
+    uvicorn    on_response ─▶ last byte     FlowControl.drain ─▶ slow reader     connection_lost ─▶ the client left
+    hypercorn  _send_closed ─▶ last byte    pause_writing, resume_writing (asyncio's streams) ─▶ slow reader
 
-Where these hooks are not installed, each `send` of the application is timed instead (about 1 µs per chunk).
+None of them is called per chunk: a server drains, and a transport pauses, only while a client reads slowly.
+Where they are not installed, each `send` of the application is timed instead, at about 1 µs per chunk.
 """
 
 from __future__ import annotations
@@ -15,26 +15,19 @@ from typing import Any, Protocol
 from otel_infer import _clock
 from otel_infer.instrumentation.hooks.instrumentor import Instrumentor
 from otel_infer.instrumentation.hooks.probe import Hook, WrapperFactory
-from otel_infer.ringbuffer.recorder import recorder
+from otel_infer.tracing import start
 
 _HTTP = "uvicorn.protocols.http"
-PROTOCOLS = {
-    f"{_HTTP}.h11_impl": "H11Protocol.connection_lost",
-    f"{_HTTP}.httptools_impl": "HttpToolsProtocol.connection_lost",
-}
-"""The function that each of uvicorn's HTTP implementations calls when a connection is closed."""
-FLOW_CONTROL = f"{_HTTP}.flow_control"
+H11, HTTPTOOLS, FLOW_CONTROL = f"{_HTTP}.h11_impl", f"{_HTTP}.httptools_impl", f"{_HTTP}.flow_control"
+HYPERCORN, STREAMS = "hypercorn.protocol.http_stream", "asyncio.streams"
+FLOWS = {H11: FLOW_CONTROL, HTTPTOOLS: FLOW_CONTROL, HYPERCORN: STREAMS}
+"""For the module of a server's response: the module whose hooks report slow readers."""
 
 _hooks: dict[str, Hook] = {}
 
 
 class DirectResponse(Protocol):
     """A response whose chunks the application hands to the server directly."""
-
-    hook: Hook
-
-    def record_send_wait(self, wait_ns: int) -> None:
-        """Adds the time in which the application waited for a slow reader."""
 
     def record_disconnect(self, at: int) -> None:
         """Stores when the client left."""
@@ -63,71 +56,124 @@ def find_connection(send: Callable[..., Any]) -> Any:
     return UNKNOWN_CONNECTION
 
 
-def can_send_directly(connection: Any) -> bool:
-    """Returns whether hooks report the end of a response, slow readers and disconnects of this connection."""
-    hook, flow = _hooks.get(type(connection).__module__), _hooks.get(FLOW_CONTROL)
-    return hook is not None and flow is not None and hook.alive and flow.alive
+def follow_response(send: Callable[..., Any], response: DirectResponse) -> bool:
+    """Reports the last byte and a disconnect to `response` from now on.
 
-
-def follow_response(connection: Any, response: DirectResponse) -> None:
-    """Reports the last byte, waits for a slow reader, and a disconnect to `response` from now on.
-
-    Raises AttributeError for a connection of another release; then nothing is changed.
+    Returns False if the hooks on this server are not installed.
     """
-    on_response, flow = connection.on_response, connection.flow
+    owner = getattr(send, "__self__", None)
+    module = type(owner).__module__
+    hook, flow = _hooks.get(module), _hooks.get(FLOWS.get(module, ""))
+    if hook is None or flow is None or not (hook.alive and flow.alive):
+        return False
+    if module != HYPERCORN:
+        _follow_cycle(owner, response)
+    owner.otel_infer_response = response  # type: ignore[union-attr]
+    return True
+
+
+def _follow_cycle(cycle: Any, response: DirectResponse) -> None:
+    """Puts a function in place of the one that uvicorn calls after the last byte. The cycle ends with it."""
+    on_response = cycle.on_response
 
     def end_response() -> None:
-        flow.otel_infer_response = connection.otel_infer_response = None
+        cycle.otel_infer_response = None
         response.record_last_byte(_clock.now())
         on_response()
 
-    flow.otel_infer_response = connection.otel_infer_response = response
-    connection.on_response = end_response
+    cycle.on_response = end_response
 
 
 def register_hooks(instrumentor: Instrumentor) -> None:
     """Registers the hooks. Each module is a part, because uvicorn imports one of its implementations only."""
-    for module, path in PROTOCOLS.items():
-        part = f"uvicorn {module.rpartition('.')[2]}"
-        instrumentor.patch_hot_path(f"{module}:{path}", optional=True, part=part)(
-            _wrap_connection_lost(module)
-        )
-    instrumentor.patch_hot_path(
-        f"{FLOW_CONTROL}:FlowControl.drain", optional=True, part="uvicorn flow_control"
-    )(_wrap_drain)
+    for target, wrap in (
+        (f"{H11}:H11Protocol.connection_lost", _wrap_connection_lost),
+        (f"{HTTPTOOLS}:HttpToolsProtocol.connection_lost", _wrap_connection_lost),
+        (f"{FLOW_CONTROL}:FlowControl.drain", _wrap_drain),
+        (f"{HYPERCORN}:HTTPStream._send_closed", _wrap_send_closed),
+        (f"{STREAMS}:FlowControlMixin.pause_writing", _wrap_pause_writing),
+        (f"{STREAMS}:FlowControlMixin.resume_writing", _wrap_resume_writing),
+    ):
+        module = target.partition(":")[0]
+        part = f"{module.partition('.')[0]} {module.rpartition('.')[2]}"
+        instrumentor.patch_hot_path(target, optional=True, part=part)(_store_hook(module, wrap))
 
 
-def _wrap_connection_lost(module: str) -> WrapperFactory:
+def _store_hook(module: str, wrap: WrapperFactory) -> WrapperFactory:
     def make_wrapper(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
         _hooks[module] = hook
-
-        def connection_lost(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if hook.alive and recorder.active:
-                try:
-                    cycle = self.cycle
-                    response = getattr(cycle, "otel_infer_response", None)
-                    if response is not None and not cycle.response_complete:
-                        response.record_disconnect(_clock.now())
-                except Exception as exc:
-                    hook.count_failure(exc)
-            return original(self, *args, **kwargs)
-
-        return connection_lost
+        return wrap(original, hook)
 
     return make_wrapper
 
 
-def _wrap_drain(original: Callable[..., Awaitable[Any]], hook: Hook) -> Callable[..., Awaitable[Any]]:
-    _hooks[FLOW_CONTROL] = hook
+def _wrap_connection_lost(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+    def connection_lost(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if hook.alive:
+            try:
+                cycle = self.cycle
+                response = getattr(cycle, "otel_infer_response", None)
+                if response is not None and not cycle.response_complete:
+                    response.record_disconnect(_clock.now())
+            except Exception as exc:
+                hook.count_failure(exc)
+        return original(self, *args, **kwargs)
 
-    async def drain(self: Any) -> Any:
+    return connection_lost
+
+
+def _wrap_send_closed(original: Callable[..., Awaitable[Any]], hook: Hook) -> Callable[..., Awaitable[Any]]:
+    async def send_closed(self: Any) -> Any:
+        result = await original(self)
         response = getattr(self, "otel_infer_response", None)
-        if response is None or not hook.alive:
+        if response is not None:
+            self.otel_infer_response = None
+            response.record_last_byte(_clock.now())
+        return result
+
+    return send_closed
+
+
+# ── slow readers ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _wrap_drain(original: Callable[..., Awaitable[Any]], hook: Hook) -> Callable[..., Awaitable[Any]]:
+    async def drain(self: Any) -> Any:
+        request = start.current_request() if hook.alive else None
+        if request is None or not request.sends_directly:
             return await original(self)
         began_at = _clock.now()
         try:
             return await original(self)
         finally:
-            response.record_send_wait(_clock.now() - began_at)
+            request.send_wait_ns += _clock.now() - began_at
 
     return drain
+
+
+def _wrap_pause_writing(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+    """Stores when a transport paused, and whose write paused it: the transport calls this inside of a write."""
+
+    def pause_writing(self: Any) -> Any:
+        if hook.alive:
+            try:
+                request = start.current_request()
+                if request is not None and request.sends_directly:
+                    self.otel_infer_paused = request, _clock.now()
+            except Exception as exc:
+                hook.count_failure(exc)
+        return original(self)
+
+    return pause_writing
+
+
+def _wrap_resume_writing(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+    def resume_writing(self: Any) -> Any:
+        paused = getattr(self, "otel_infer_paused", None)
+        if paused is not None:
+            request, paused_at = paused
+            self.otel_infer_paused = None
+            request.send_wait_ns += _clock.now() - paused_at
+        return original(self)
+
+    return resume_writing

@@ -76,6 +76,39 @@ def serve() -> Iterator[Callable[..., int]]:
 
 
 @pytest.fixture
+def serve_hypercorn() -> Iterator[Callable[[Any], int]]:
+    """Runs an application on hypercorn in a thread; returns its port."""
+    pytest.importorskip("hypercorn", reason="hypercorn is not installed")
+    from hypercorn.asyncio import serve as run_server
+    from hypercorn.config import Config
+
+    running: list[tuple[Callable[[], None], threading.Thread]] = []
+
+    def start(app: Any) -> int:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = int(probe.getsockname()[1])
+        config, loop, stopping = Config(), asyncio.new_event_loop(), asyncio.Event()
+        config.bind, config.graceful_timeout = [f"127.0.0.1:{port}"], 0.2
+        serving = run_server(app, config, shutdown_trigger=stopping.wait, mode="asgi")  # type: ignore[arg-type]
+        thread = threading.Thread(target=loop.run_until_complete, args=(serving,), daemon=True)
+        thread.start()
+        running.append((lambda: loop.call_soon_threadsafe(stopping.set) and None, thread))
+        until(lambda: is_listening(port))
+        return port
+
+    yield start
+    for stop, thread in running:
+        stop()
+        thread.join(5)
+
+
+def is_listening(port: int) -> bool:
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0
+
+
+@pytest.fixture
 def spans(monkeypatch: pytest.MonkeyPatch) -> InMemorySpanExporter:
     """Returns the exporter of the tracer provider set for this process."""
     exporter = InMemorySpanExporter()
@@ -413,6 +446,28 @@ def test_a_slow_reader_counts_as_send_wait_only(watched: Watched, serve: Callabl
     (first,) = seen.every(events.FirstTokenSent)
     assert first.at - seen.arrived.at < 100e6
     assert 250e6 < seen.ended.send_wait_ns < seen.ended.at - first.at
+
+
+async def bulk(scope: Any, receive: Any, send: Any) -> None:
+    """Streams 8 MB."""
+    if scope["type"] != "http":
+        return
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    for _ in range(80):
+        await send({"type": "http.response.body", "body": bytes(100_000), "more_body": True})
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def test_a_slow_reader_of_hypercorn_is_known_from_the_transport(
+    watched: Watched, serve_hypercorn: Callable[[Any], int]
+) -> None:
+    connection = Connection(serve_hypercorn(bulk)).send_request("/")
+    time.sleep(0.3)
+    connection.read_until(b"\r\n0\r\n\r\n")
+    (seen,) = ended(watched)
+    assert seen.verdict == (events.OK, "", 200)
+    assert seen.ended.chunks == 0
+    assert 200e6 < seen.ended.send_wait_ns < seen.ended.at - seen.arrived.at
 
 
 @pytest.mark.parametrize("late", [False, True])
