@@ -107,16 +107,17 @@ class BatchWriter:
         the order of `members`. `kv_used` and `kv_total` count KV blocks, 0 of 0 = unknown.
         """
         at = _now()
+        if at >= self._next_check_at:
+            self._check_keyframe(at)
         self._step = step = self._step + 1
-        writer = self._writer
         if (
             not left
             and not tokens
             and not several
             and step < self._next_keyframe_step
-            and at < self._next_check_at
             and members == self._members
         ):
+            writer = self._writer
             writer.cells_written = counter = writer.cells_written + 1
             offset = writer.offset
             writer.offset = offset + 64 if offset < writer.last_offset else _PAGE
@@ -138,6 +139,40 @@ class BatchWriter:
         self._write_change(at, members, left, tokens, several, kv_used, kv_total, running, waiting)
         return step
 
+    def write_unchanged(self, size: int, kv_used: int, kv_total: int, running: int, waiting: int) -> int:
+        """Records a batch with the members of the last one, of one token each; returns the step's number.
+
+        Nothing is compared: the engine itself reports that nobody joined, left or moved. Returns 0, and
+        records nothing, if a keyframe is due or the batch has another size. `write_scheduled` is then called
+        with the members, so a wrong report of the engine ends with the next keyframe.
+        """
+        at = _now()
+        if at >= self._next_check_at:
+            self._check_keyframe(at)
+        step = self._step + 1
+        if step >= self._next_keyframe_step or size != len(self._members):
+            return 0
+        self._step = step
+        writer = self._writer
+        writer.cells_written = counter = writer.cells_written + 1
+        offset = writer.offset
+        writer.offset = offset + 64 if offset < writer.last_offset else _PAGE
+        pack_unchanged(
+            writer.memory,
+            offset,
+            counter,
+            SCHEDULED_WORD,
+            at,
+            step,
+            size,
+            kv_used,
+            kv_total,
+            running,
+            waiting,
+            counter,
+        )
+        return step
+
     def write_done(
         self, step: int, tokens: bytes = b"", size: int = 0, discarded: int = 0, at: int = 0
     ) -> None:
@@ -147,25 +182,19 @@ class BatchWriter:
         step's order, where 0 = a chunk of a prefill or a discarded result. `discarded` counts the discarded
         results.
         """
-        at = at or _now()
-        writer = self._writer
         if tokens:
-            head = events.DONE_HEAD.pack(at, step, events.COLUMN, size, discarded)
-            writer.write_record(events.DONE_CODE, head + tokens)
-            return
+            head = events.DONE_HEAD.pack(at or _now(), step, events.COLUMN, size, discarded)
+            self._writer.write_record(events.DONE_CODE, head + tokens)
+        else:
+            self.write_single_tokens(step, at or _now(), discarded)
+
+    def write_single_tokens(self, step: int, at: int, discarded: int = 0) -> None:
+        """Records that every member of the step got one token at `at` (monotonic ns)."""
+        writer = self._writer
         writer.cells_written = counter = writer.cells_written + 1
         offset = writer.offset
         writer.offset = offset + 64 if offset < writer.last_offset else _PAGE
-        pack_single_tokens(
-            writer.memory,
-            offset,
-            counter,
-            DONE_WORD,
-            at,
-            step,
-            discarded,
-            counter,
-        )
+        pack_single_tokens(writer.memory, offset, counter, DONE_WORD, at, step, discarded, counter)
 
     def write_done_except(self, step: int, exceptions: Iterable[tuple[int, int]]) -> None:
         """Records a done step; `exceptions`: (position, tokens) of members without exactly one token."""
@@ -182,6 +211,13 @@ class BatchWriter:
     def force_keyframe(self) -> None:
         """Makes the next step a keyframe."""
         self._next_keyframe_step = 0
+
+    def _check_keyframe(self, at: int) -> None:
+        """Makes the next step a keyframe if the last one is too old, or the reader requests one."""
+        self._next_check_at, requests = at + KEYFRAME_CHECK_NS, self._writer.words[_KEYFRAME_REQUESTED]
+        if at >= self._next_keyframe_at or requests != self._keyframe_requests:
+            self._keyframe_requests = requests
+            self.force_keyframe()
 
     def find_position(self, member: Any) -> int:
         """Returns the position of a member in the batch that was written last; -1 = not in it.
@@ -268,12 +304,6 @@ class BatchWriter:
                 handles = self._append_members(newcomers)
         predicted = members == self._members
         keyframe = not predicted or step >= self._next_keyframe_step
-        if at >= self._next_check_at:
-            self._next_check_at, keyframe_requests = at + KEYFRAME_CHECK_NS, writer.words[_KEYFRAME_REQUESTED]
-            keyframe = (
-                keyframe or at >= self._next_keyframe_at or keyframe_requests != self._keyframe_requests
-            )
-            self._keyframe_requests = keyframe_requests
         if keyframe:
             if not predicted:
                 self._replace_batch(members)

@@ -59,6 +59,8 @@ class StepWriter:
     `last_offset`.
     """
 
+    __slots__ = ("_max_record_bytes", "cells_written", "last_offset", "memory", "offset", "words")
+
     def __init__(
         self, arena: Arena, name: str, engine: str, sizes: RingSizes | None = None, number: int = 1
     ) -> None:

@@ -61,6 +61,7 @@ changes = st.lists(
         st.sampled_from(["one each", "column", "few exceptions"]),  # tokens
         st.booleans(),  # the reader polls
         st.booleans(),  # the reader is replaced by a new one
+        st.booleans(),  # if nothing changed, the engine reports it
     ),
     max_size=80,
 )
@@ -74,8 +75,9 @@ def test_every_batch_read_equals_the_batch_run(history: list[Any], halvings: int
     written: dict[int, list[int]] = {}
     columns: dict[int, dict[int, int]] = {}
     running: list[str] = []
+    before: list[str] = []
     created = 0
-    for leave, join, sit_out, swap, encoding, poll, restart in history:
+    for leave, join, sit_out, swap, encoding, poll, restart, reported in history:
         left = [running[i] for i in leave if i < len(running)]
         running = [key for key in running if key not in left]
         for _ in range(join):
@@ -90,9 +92,12 @@ def test_every_batch_read_equals_the_batch_run(history: list[Any], halvings: int
         others = {i: n for i, n in enumerate(numbers) if n != 1}
         exceptions = [(batch[i], n) for i, n in others.items()] if encoding == "few exceptions" else []
         tokens = struct.pack(f"<{len(numbers)}I", *numbers) if encoding == "column" else b""
-        step = writer.write_scheduled(
+        unchanged = reported and batch == before and not numbers
+        step = writer.write_unchanged(len(batch), 0, 0, 0, 0) if unchanged and not left else 0
+        step = step or writer.write_scheduled(
             batch, left, tokens, several=[*exceptions, *[("unknown", 2)] * bool(exceptions)]
         )
+        before = batch.copy()
         if exceptions:
             writer.write_done_except(step, others.items())
         else:
@@ -216,6 +221,68 @@ def test_a_requested_keyframe_follows_within_the_check_interval(
         False,
         False,
     ]
+
+
+def test_reported_unchanged_batch_has_members_and_load_of_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    writer, handles, memory = make_batch_writer()
+    handles.bind_handle("a", 1)
+    reader, seen = StepReader(memory, 1), ReplayedBatches()
+    writer.write_done(writer.write_scheduled(["a", "b"]))
+    step = writer.write_unchanged(2, 3, 4, 5, 6)
+    writer.write_single_tokens(step, 123)
+    written = [recorded.event for recorded in reader.poll(0, final=True)]
+    for event in written:
+        seen.feed(event)
+    assert step == 2 and seen.batches[2] == [1, 0] and seen.done == {1: {}, 2: {}}
+    load = written[2]
+    assert (load.kv_used, load.kv_total, load.running, load.waiting) == (3, 4, 5, 6)
+    assert written[3].at == 123
+
+
+def test_reported_unchanged_batch_is_refused_without_a_batch_or_with_another_size() -> None:
+    writer, _, _ = make_batch_writer()
+    assert writer.write_unchanged(1, 0, 0, 0, 0) == 0
+    assert writer.write_scheduled(["a"]) == 1
+    assert writer.write_unchanged(2, 0, 0, 0, 0) == 0
+    assert writer.write_unchanged(1, 0, 0, 0, 0) == 2
+    writer.clear_batch()
+    assert writer.write_unchanged(1, 0, 0, 0, 0) == 0
+    assert writer.write_scheduled(["a"]) == 3
+
+
+def test_wrongly_reported_members_are_corrected_by_the_next_keyframe() -> None:
+    writer, handles, memory = make_batch_writer()
+    for number, key in enumerate("ab", 1):
+        handles.bind_handle(key, number)
+    reader, seen = StepReader(memory, 1), ReplayedBatches()
+    writer.write_scheduled(["a"])
+    while writer.write_unchanged(1, 0, 0, 0, 0):  # the engine runs b meanwhile
+        pass
+    last = writer.write_scheduled(["b"])
+    for recorded in reader.poll(0, final=True):
+        seen.feed(recorded.event)
+    assert last == 257 and seen.batches[257] == [2]
+
+
+@pytest.mark.parametrize("seconds", [0.02, 1.5])
+def test_reported_unchanged_batch_is_refused_when_a_keyframe_is_due(
+    monkeypatch: pytest.MonkeyPatch, seconds: float
+) -> None:
+    """It is due after a second, or when the reader requested it and the writer's next check has come."""
+    at = 0
+    monkeypatch.setattr(batch_writer, "_now", lambda: at)
+    writer, _, memory = make_batch_writer()
+    reader = StepReader(memory, 1)
+    writer.write_scheduled(["a"])
+    if seconds < 1:
+        reader.request_keyframe()
+    at = int(seconds * 1e9)
+    assert bool(writer.write_unchanged(1, 0, 0, 0, 0)) == (seconds < 1)
+    at = 2_000_000_000
+    assert writer.write_unchanged(1, 0, 0, 0, 0) == 0
+    writer.write_scheduled(["a"])
+    keyframes = [recorded.event.keyframe for recorded in reader.poll(0, final=True)]
+    assert keyframes[0] and keyframes[-1]
 
 
 def test_a_replaced_or_swapped_member_is_recorded() -> None:
