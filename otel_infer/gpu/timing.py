@@ -30,6 +30,8 @@ log = logging.getLogger(__name__)
 IDLE_INTERVAL_S, BUSY_INTERVAL_S = 0.2, 0.1
 """Sleep of the timing thread, and its sleep while spans are pending."""
 UNTIMED = 0
+HOST_SAMPLE_NS = 100_000_000
+"""Interval of the steps of one thread that the host's clock times: its figures are means, so a sample is enough."""
 DEVICE_CHECK_NS = 1_000_000_000
 """Time between two checks of a thread whether the application uses a device."""
 
@@ -59,10 +61,13 @@ class _ThreadSlot:
 
 
 class _ThreadState(threading.local):
-    """The slot of a thread. `checked_at`: when the thread last checked for a device."""
+    """The slot of a thread. `checked_at`: when the thread last checked for a device.
+
+    `host_due_at`: when the host's clock times the next step of the thread.
+    """
 
     slot: _ThreadSlot | None = None
-    checked_at = 0
+    checked_at = host_due_at = 0
 
 
 class DeviceTiming:
@@ -91,21 +96,24 @@ class DeviceTiming:
 
         `stream`, `on` (a `torch.device`): where it launches; None = its current ones. Only the device that a
         thread uses first has device times. Returns an instant if the host times the launches. Returns
-        `UNTIMED` if the step is not sampled, which cannot be with `always`. `is_step` is False for parts of a
-        step on another stream: they are always timed and do not affect the sample rate.
+        `UNTIMED` if the step is not sampled, which on a device cannot be with `always`. `is_step` is False for
+        parts of a step on another stream: they are always timed and do not affect the sample rate.
         """
-        slot = self._thread.slot
+        thread, now = self._thread, _clock.now()
+        slot = thread.slot
         if slot is not None and slot.timeline is not None:
             if on is not None and not slot.matches_device(on):
-                return _clock.now()
-            if is_step and not slot.timeline.sampler.should_sample(_clock.now()) and not always:
+                return now
+            if is_step and not slot.timeline.sampler.should_sample(now) and not always:
                 return UNTIMED
             span = slot.timeline.begin_span(stream, is_step)
-            if span is not None:
-                return span
-        elif slot is None and self.is_on:
-            self._register_thread()
-        return _clock.now()
+            return now if span is None else span
+        if slot is None and self.is_on and now - thread.checked_at >= DEVICE_CHECK_NS:
+            self._register_thread(now)
+        if is_step and now < thread.host_due_at:
+            return UNTIMED
+        thread.host_due_at = now + HOST_SAMPLE_NS
+        return now
 
     def end(self, begun: DeviceSpan | int, work: TimedWork, has_waited: bool = False) -> None:
         """Ends the launches that `begin` began.
@@ -141,10 +149,7 @@ class DeviceTiming:
             _never_freed.extend((worker, self._thread))
         self._thread = _ThreadState()
 
-    def _register_thread(self) -> None:
-        now = _clock.now()
-        if now - self._thread.checked_at < DEVICE_CHECK_NS:
-            return
+    def _register_thread(self, now: int) -> None:
         self._thread.checked_at = now
         device = self._find_device()
         if device is not None:

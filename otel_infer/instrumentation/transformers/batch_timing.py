@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from otel_infer.gpu.timed_work import StepWork
-from otel_infer.gpu.timing import timing
+from otel_infer.gpu.timing import UNTIMED, timing
 from otel_infer.instrumentation.hooks.probe import Hook
 from otel_infer.instrumentation.transformers._instrumentor import ENGINE, instrumentor
 from otel_infer.instrumentation.transformers.continuous_batching import CB, PART, current_loop
@@ -20,7 +20,7 @@ def wrap_compute_batch(original: Callable[..., Any], hook: Hook) -> Callable[...
         tracker = current_loop.latest
         if tracker is None or not tracker.in_flight or not hook.alive:
             return original(self, *args, **kwargs)
-        timing_handle = None
+        timing_handle: Any = UNTIMED
         try:
             flight = tracker.in_flight[-1]
             io = self.inputs_and_outputs
@@ -32,9 +32,9 @@ def wrap_compute_batch(original: Callable[..., Any], hook: Hook) -> Callable[...
         try:
             result = original(self, *args, **kwargs)
         except BaseException:
-            timing.cancel(timing_handle or 0)
+            timing.cancel(timing_handle)
             raise
-        if timing_handle is not None:
+        if timing_handle != UNTIMED:
             try:
                 timing.end(
                     timing_handle, StepWork(ENGINE, tracker.pid, 0, flight.step, tracker.writer.number)

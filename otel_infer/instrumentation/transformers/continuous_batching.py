@@ -20,6 +20,7 @@ from itertools import repeat
 from operator import attrgetter, is_
 from typing import Any
 
+from otel_infer import _clock
 from otel_infer.instrumentation.hooks.engines import KvBlockSizeRecorder
 from otel_infer.instrumentation.hooks.probe import Hook
 from otel_infer.instrumentation.hooks.suppression import suppress_torch
@@ -81,6 +82,7 @@ class _BatchTracker:
         self.writer, self.pid = writer, os.getpid()
         self.closed = False
         self.removed: list[Any] = []
+        self.last_states: list[Any] = []
         self.in_flight: deque[_InFlightBatch] = deque(maxlen=8)
         self.read_kv_usage = kv_cache.make_usage_reader(cache)
         self.blocks = KvBlockSizeRecorder(ENGINE, writer.number, kv_cache.tokens_per_block(cache))
@@ -88,14 +90,34 @@ class _BatchTracker:
         writer.pack_handles = _pack_handles
 
     def record_scheduled(self, scheduler: Any, futures: list[Any], query_tokens: int) -> None:
-        active, size = scheduler.active_requests, len(futures)
+        """Records a composed batch. `query_tokens`: the sum of the tokens scheduled for its members.
+
+        A scheduled state is active, and scheduled once. So the batch is the last one if it has as many
+        members as are active, as many as before, nobody was removed, and each gets its next token.
+        """
+        active, size, last = scheduler.active_requests, len(futures), self.last_states
         used, total = self.read_kv_usage()
+        running, waiting = len(active), len(scheduler.waiting_requests)
         decode_only = query_tokens == size and futures[-1].has_new_token and not scheduler._requests_to_fork
+        if decode_only and size == running == len(last) and not self.removed:
+            step = self.writer.write_unchanged(size, used, total, running, waiting)
+            if step:
+                self.in_flight.append(_InFlightBatch(step, futures[0], last, b"", (), True))
+                return
+        self._record_changed(active, futures, query_tokens, decode_only, (used, total, running, waiting))
+
+    def _record_changed(
+        self,
+        active: dict[Any, Any],
+        futures: list[Any],
+        query_tokens: int,
+        decode_only: bool,
+        load: tuple[int, int, int, int],
+    ) -> None:
         prefills = _NO_PREFILLS if decode_only else _find_prefills(futures, query_tokens)
         scheduled_column = delivered_column = b""
         chunk_positions: tuple[int, ...] = ()
-        # A scheduled state is active, and scheduled once. As many as are active are therefore all of them.
-        if size == len(active) and prefills is not None:
+        if len(futures) == len(active) and prefills is not None:
             states = list(active.values())
         else:
             states = list(map(_get_state, futures))
@@ -105,15 +127,13 @@ class _BatchTracker:
                 array("I", map(_get_has_new_token, futures)).tobytes(),
             )
         several, unfinished = prefills or _NO_PREFILLS
-        waiting = len(scheduler.waiting_requests)
-        step = self.writer.write_scheduled(
-            states, self.removed, scheduled_column, used, total, len(active), waiting, several
-        )
+        step = self.writer.write_scheduled(states, self.removed, scheduled_column, *load, several)
         for state in unfinished:
             chunk_positions += (self.writer.find_position(state),)
         if self.removed:
             self.removed = []
             self.blocks.record_block_size()
+        self.last_states = states
         self.in_flight.append(
             _InFlightBatch(step, futures[0], states, delivered_column, chunk_positions, decode_only)
         )
@@ -138,7 +158,10 @@ class _BatchTracker:
         elif flight.chunk_positions:
             self.writer.write_done_except(flight.step, [(position, 0) for position in flight.chunk_positions])
             return
-        self.writer.write_done(flight.step, column, len(flight.states), discarded)
+        if column:
+            self.writer.write_done(flight.step, column, len(flight.states), discarded)
+        else:
+            self.writer.write_single_tokens(flight.step, _clock.now(), discarded)
 
     def remove_sequence(self, state: Any) -> None:
         """Removes a sequence from the batch; tokens still in flight for it count as discarded."""
@@ -167,12 +190,13 @@ class _BatchTracker:
         """Returns the batch writer to the recorder; its next user must not see the steps in flight."""
         self.closed = True
         self.in_flight.clear()
+        self.last_states = []
         recorder.release_batch_writer(ENGINE, self.writer)
 
     def on_idle(self) -> None:
         """Clears the batch if no step is in flight, so that finished sequences are not kept alive."""
         if not self.in_flight:
-            self.removed = []
+            self.removed, self.last_states = [], []
             self.writer.clear_batch()
             self.blocks.record_block_size()
 

@@ -23,6 +23,7 @@ from operator import attrgetter
 from typing import Any
 
 from otel_infer import _clock
+from otel_infer.gpu.timing import UNTIMED
 from otel_infer.instrumentation.hooks.probe import Call, Hook
 from otel_infer.instrumentation.hooks.suppression import suppress_torch
 from otel_infer.instrumentation.transformers import kv_cache
@@ -185,7 +186,7 @@ def update_model_kwargs(original: Callable[..., Any], hook: Hook) -> Callable[..
             except Exception as exc:
                 hook.mark_failed(exc)
         result = original(*args, **kwargs)
-        if run is not None and hook.alive and type(result) is dict:
+        if run is not None and run.iterations < 2 and hook.alive and type(result) is dict:
             run.cache = kv_cache.find_cache(result)
         return result
 
@@ -247,7 +248,7 @@ def wrap_stop_check(original: Callable[..., Any], hook: Hook) -> Callable[..., A
 
     def stop_check(*args: Any, **kwargs: Any) -> Any:
         run = thread_state.run
-        if run is not None and run.timing_handle is not None and hook.alive:
+        if run is not None and run.timing_handle != UNTIMED and hook.alive:
             try:
                 run.mark_launched()
             except Exception as exc:
@@ -261,7 +262,7 @@ def wrap_stop_check(original: Callable[..., Any], hook: Hook) -> Callable[..., A
 def wrap_has_unfinished_sequences(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     def has_unfinished_sequences(*args: Any, **kwargs: Any) -> Any:
         run = thread_state.run
-        if run is not None and run.timing_handle is not None and hook.alive:
+        if run is not None and run.timing_handle != UNTIMED and hook.alive:
             try:
                 run.mark_launched(run.has_waited)  # this function waits for the device
             except Exception as exc:

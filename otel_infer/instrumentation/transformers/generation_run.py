@@ -10,9 +10,10 @@ from typing import Any
 
 from otel_infer import _clock
 from otel_infer.gpu.timed_work import StepWork
-from otel_infer.gpu.timing import timing
+from otel_infer.gpu.timing import UNTIMED, timing
 from otel_infer.instrumentation.transformers import kv_cache
 from otel_infer.instrumentation.transformers._instrumentor import CANCELLED, ENGINE
+from otel_infer.instrumentation.transformers.detokenize_sample import DetokenizeSample
 from otel_infer.instrumentation.transformers.generation_arguments import tensor_shape
 from otel_infer.ringbuffer import events
 from otel_infer.ringbuffer.batch_writer import BatchWriter
@@ -40,7 +41,8 @@ class GenerationRun:
         self.stepping = self.drafting = self.prefilled = False
         self.accepted_tokens = 1
         self.pid = os.getpid()
-        self.timing_handle: Any = None
+        self.detokenize_sample = DetokenizeSample()
+        self.timing_handle: Any = UNTIMED
         self.device: Any = None
         self.has_waited = False
         self.cache: Any = None
@@ -51,8 +53,8 @@ class GenerationRun:
 
         A custom loop may run several of these. `arguments`: the loop's arguments by name.
         """
-        timing.cancel(self.timing_handle or 0)
-        self.timing_handle, self.iterations, self.prefilled, self.accepted_tokens = None, 0, False, 1
+        timing.cancel(self.timing_handle)
+        self.timing_handle, self.iterations, self.prefilled, self.accepted_tokens = UNTIMED, 0, False, 1
         config = arguments["generation_config"]
         self.computed_rows, start = (int(size) for size in input_ids.shape[:2])
         if not self.stepping:  # a later loop may continue from the tokens of an earlier one
@@ -95,8 +97,8 @@ class GenerationRun:
 
     def mark_launched(self, has_waited: bool = False) -> None:
         """Ends the device timing of the step. `has_waited`: the host has already waited for the device."""
-        handle, self.timing_handle = self.timing_handle, None
-        if handle is not None and self.writer is not None:
+        handle, self.timing_handle = self.timing_handle, UNTIMED
+        if self.writer is not None:
             timing.end(handle, StepWork(ENGINE, self.pid, 0, self.step, self.writer.number), has_waited)
 
     def end_step(self) -> None:
@@ -134,12 +136,13 @@ class GenerationRun:
         for _ in range(self.rows - 1):
             self.request.record_event(events.EngineFinished(_clock.now(), "", 0))
         self.request.set_engine_error("")
+        self.request.detokenize_ns += self.detokenize_sample.estimate(self.iterations)
         if self.owns_request:
             self.request.close()
 
     def record_failure(self, exc: BaseException) -> None:
         """Records that the call failed, or that it was cancelled."""
-        timing.cancel(self.timing_handle or 0)
+        timing.cancel(self.timing_handle)
         kv_cache.record_size(self.request, self.cache)
         outcome, error_type = classify_exception(exc)
         if type(exc).__name__ == CANCELLED:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 from otel_infer import _clock
 from otel_infer.instrumentation.hooks.probe import Hook
 from otel_infer.instrumentation.transformers._instrumentor import instrumentor
+from otel_infer.instrumentation.transformers.detokenize_sample import SAMPLED_TOKENS
 from otel_infer.instrumentation.transformers.generation_run import thread_state
 from otel_infer.ringbuffer import events
 from otel_infer.tracing import start
@@ -55,6 +57,9 @@ def _wrap_tokenize(original: Callable[..., Any], hook: Hook) -> Callable[..., An
 
 def _wrap_decode(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     def decode_tokens(*args: Any, **kwargs: Any) -> Any:
+        run = thread_state.run
+        if run is not None and run.iterations > SAMPLED_TOKENS:  # a streamer's, of which the first are timed
+            return original(*args, **kwargs)
         request = start.current_request() if hook.alive and not tokenizer_call.busy else None
         if request is None:
             return original(*args, **kwargs)
@@ -64,7 +69,10 @@ def _wrap_decode(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]
             return original(*args, **kwargs)
         finally:
             tokenizer_call.busy = False
-            request.detokenize_ns += _clock.now() - started_at
+            if run is None or not run.iterations:
+                request.detokenize_ns += _clock.now() - started_at
+            else:
+                run.detokenize_sample.add(run.iterations, _clock.now() - started_at)
 
     return decode_tokens
 
@@ -94,7 +102,23 @@ def wrap_streamer_put(original: Callable[..., Any], hook: Hook) -> Callable[...,
         result = original(self, value)
         run = thread_state.run
         if run is not None and run.iterations and hook.alive:
-            run.request.record_token_reached()
+            try:
+                run.request.record_token_reached()
+                if type(self).put is put:  # no further call of this streamer enters a frame of ours
+                    self.put = MethodType(original, self)
+            except Exception as exc:
+                hook.mark_failed(exc)
         return result
 
     return put
+
+
+@instrumentor.patch_hot_path("transformers.generation.streamers:TextStreamer.end", part="streamers")
+def wrap_streamer_end(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+    """Removes what `put` has stored: it refers to the streamer, which only the garbage collector would free."""
+
+    def end(self: Any) -> Any:
+        vars(self).pop("put", None)
+        return original(self)
+
+    return end
