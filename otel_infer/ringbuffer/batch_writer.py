@@ -20,23 +20,13 @@ from otel_infer import _clock
 from otel_infer.ringbuffer import events, layout
 from otel_infer.ringbuffer.arena import MemoryArena
 from otel_infer.ringbuffer.layout import RingSizes
-from otel_infer.ringbuffer.step_writer import (
-    CHANGE_LAYOUTS,
-    DONE_WORD,
-    SCHEDULED_WORD,
-    StepWriter,
-    pack_single_tokens,
-    pack_unchanged,
-)
+from otel_infer.ringbuffer.step_writer import CHANGE_LAYOUTS, StepWriter
 
 KEYFRAME_STEPS = 256
 KEYFRAME_NS = 1_000_000_000
-KEYFRAME_CHECK_NS = 50_000_000
-"""Interval of checks whether the reader requests a keyframe; the reader polls as often."""
 MAX_CHANGES = 16
 """If more members left, or more joined, in one step, a keyframe costs less than the single changes."""
 _UNKNOWN_HANDLE = bytes(4)
-_PAGE, _KEYFRAME_REQUESTED = layout.PAGE, layout.W_KEYFRAME_REQUESTED
 
 _now = _clock.now
 _pack_word = struct.Struct("<I").pack
@@ -67,7 +57,7 @@ class BatchWriter:
 
     def __init__(self, writer: StepWriter, handles: HandleTable, number: int = 0) -> None:
         self.number = number
-        self._writer = writer
+        self._use_writer(writer)
         self._members: list[Any] = []
         self._packed_handles = bytearray()
         self._ordinals: list[int] = []
@@ -78,10 +68,11 @@ class BatchWriter:
             map(handles.__getitem__, members)
         )
         self.alive = True
-        self._step = 0
-        self._next_keyframe_step = 0
-        self._next_keyframe_at = self._next_check_at = 0
-        self._keyframe_requests = 0
+
+    def _use_writer(self, writer: StepWriter) -> None:
+        """Uses this ring; its two frequent records are written without a call in between."""
+        self._writer = writer
+        self.write_unchanged, self.write_single_tokens = writer.write_unchanged, writer.write_single_tokens
 
     def assign_to_thread(self) -> BatchWriter:
         """Records the calling thread as the writer from now on; returns the writer."""
@@ -106,71 +97,17 @@ class BatchWriter:
         except those in `several`: a few (member, tokens). For many exceptions, `tokens` is a u32 column in
         the order of `members`. `kv_used` and `kv_total` count KV blocks, 0 of 0 = unknown.
         """
-        at = _now()
-        if at >= self._next_check_at:
-            self._check_keyframe(at)
-        self._step = step = self._step + 1
-        if (
-            not left
-            and not tokens
-            and not several
-            and step < self._next_keyframe_step
-            and members == self._members
-        ):
-            writer = self._writer
-            writer.cells_written = counter = writer.cells_written + 1
-            offset = writer.offset
-            writer.offset = offset + 64 if offset < writer.last_offset else _PAGE
-            pack_unchanged(
-                writer.memory,
-                offset,
-                counter,
-                SCHEDULED_WORD,
-                at,
-                step,
-                len(members),
-                kv_used,
-                kv_total,
-                running,
-                waiting,
-                counter,
-            )
-            return step
-        self._write_change(at, members, left, tokens, several, kv_used, kv_total, running, waiting)
-        return step
-
-    def write_unchanged(self, size: int, kv_used: int, kv_total: int, running: int, waiting: int) -> int:
-        """Records a batch with the members of the last one, of one token each; returns the step's number.
-
-        Nothing is compared: the engine itself reports that nobody joined, left or moved. Returns 0, and
-        records nothing, if a keyframe is due or the batch has another size. `write_scheduled` is then called
-        with the members, so a wrong report of the engine ends with the next keyframe.
-        """
-        at = _now()
-        if at >= self._next_check_at:
-            self._check_keyframe(at)
-        step = self._step + 1
-        if step >= self._next_keyframe_step or size != len(self._members):
-            return 0
-        self._step = step
         writer = self._writer
-        writer.cells_written = counter = writer.cells_written + 1
-        offset = writer.offset
-        writer.offset = offset + 64 if offset < writer.last_offset else _PAGE
-        pack_unchanged(
-            writer.memory,
-            offset,
-            counter,
-            SCHEDULED_WORD,
-            at,
-            step,
-            size,
-            kv_used,
-            kv_total,
-            running,
-            waiting,
-            counter,
-        )
+        if not (left or tokens or several) and members == self._members:
+            step = writer.write_unchanged(len(members), kv_used, kv_total, running, waiting)
+            if step:
+                return step
+        at = _now()
+        if at >= writer.next_check_at:
+            writer.check_keyframe(at)
+        writer.step = step = writer.step + 1
+        self._write_change(at, members, left, tokens, several, kv_used, kv_total, running, waiting)
+        writer.size = len(self._members)
         return step
 
     def write_done(
@@ -188,14 +125,6 @@ class BatchWriter:
         else:
             self.write_single_tokens(step, at or _now(), discarded)
 
-    def write_single_tokens(self, step: int, at: int, discarded: int = 0) -> None:
-        """Records that every member of the step got one token at `at` (monotonic ns)."""
-        writer = self._writer
-        writer.cells_written = counter = writer.cells_written + 1
-        offset = writer.offset
-        writer.offset = offset + 64 if offset < writer.last_offset else _PAGE
-        pack_single_tokens(writer.memory, offset, counter, DONE_WORD, at, step, discarded, counter)
-
     def write_done_except(self, step: int, exceptions: Iterable[tuple[int, int]]) -> None:
         """Records a done step; `exceptions`: (position, tokens) of members without exactly one token."""
         pairs = [number for pair in exceptions for number in pair]
@@ -205,19 +134,13 @@ class BatchWriter:
     def clear_batch(self) -> None:
         """Drops the last batch, so that finished requests are not kept alive while the engine is idle."""
         self._members, self._ordinals, self._packed_handles = [], [], bytearray()
+        self._writer.size = 0
         self._ordinal_of.clear()
         self.force_keyframe()
 
     def force_keyframe(self) -> None:
         """Makes the next step a keyframe."""
-        self._next_keyframe_step = 0
-
-    def _check_keyframe(self, at: int) -> None:
-        """Makes the next step a keyframe if the last one is too old, or the reader requests one."""
-        self._next_check_at, requests = at + KEYFRAME_CHECK_NS, self._writer.words[_KEYFRAME_REQUESTED]
-        if at >= self._next_keyframe_at or requests != self._keyframe_requests:
-            self._keyframe_requests = requests
-            self.force_keyframe()
+        self._writer.next_keyframe_step = 0
 
     def find_position(self, member: Any) -> int:
         """Returns the position of a member in the batch that was written last; -1 = not in it.
@@ -242,7 +165,7 @@ class BatchWriter:
         """
         self.alive = False
         sizes = RingSizes(step_cells=8192)
-        self._writer = StepWriter(MemoryArena(), "", "", sizes)
+        self._use_writer(StepWriter(MemoryArena(), "", "", sizes))
 
     def _replace_batch(self, members: Sequence[Any]) -> None:
         """Replaces the whole batch, because it differs from the expected one."""
@@ -294,7 +217,8 @@ class BatchWriter:
 
         One long function, because it runs in every other step and calls are the main cost.
         """
-        writer, step, size = self._writer, self._step, len(members)
+        writer, size = self._writer, len(members)
+        step = writer.step
         removed = handles = pairs = b""
         if len(left) <= MAX_CHANGES:
             if left:
@@ -303,13 +227,13 @@ class BatchWriter:
             if newcomers and len(newcomers) <= MAX_CHANGES:
                 handles = self._append_members(newcomers)
         predicted = members == self._members
-        keyframe = not predicted or step >= self._next_keyframe_step
+        keyframe = not predicted or step >= writer.next_keyframe_step
         if keyframe:
             if not predicted:
                 self._replace_batch(members)
             removed, handles = b"", bytes(self._packed_handles)
-            self._next_keyframe_step = step + KEYFRAME_STEPS
-            self._next_keyframe_at = at + KEYFRAME_NS
+            writer.next_keyframe_step = step + KEYFRAME_STEPS
+            writer.next_keyframe_at = at + KEYFRAME_NS
         for member, tokens in several:
             # Fast path: a newcomer with its prompt is usually the last member.
             position = size - 1 if member is members[-1] else self.find_position(member)

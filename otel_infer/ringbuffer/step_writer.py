@@ -10,21 +10,13 @@ from typing import NamedTuple
 from otel_infer.ringbuffer import events, layout
 from otel_infer.ringbuffer.arena import Arena, choose_sizes
 from otel_infer.ringbuffer.layout import RingSizes
+from otel_infer.ringbuffer.step_ring import CONSTANTS, StepRing
 from otel_infer.ringbuffer.writer import write_header
 
 MAX_CHANGE_WORDS = 64
 """Words of a small change: positions of members that left, handles of newcomers, and (position, tokens)
 pairs.
 """
-
-# An unchanged batch: counts that are 0 are padding of the struct, which is zeroed at no cost.
-pack_unchanged = struct.Struct("<QIqQ8x5IQ").pack_into
-pack_single_tokens = struct.Struct("<QIqQ8xI16xQ").pack_into
-# Length and code of a record of one cell, as one number.
-SCHEDULED_WORD, DONE_WORD = (
-    int.from_bytes(struct.pack("<HBx", layout.CELL_BYTES, code), "little")
-    for code in (events.SCHEDULED_CODE, events.DONE_CODE)
-)
 
 
 class ChangeLayout(NamedTuple):
@@ -52,14 +44,10 @@ CHANGE_LAYOUTS = tuple(_make_change_layout(words) for words in range(MAX_CHANGE_
 _RECORD_STRUCTS = tuple(layout.record_struct(cells) for cells in range(64))
 
 
-class StepWriter:
-    """Writer of the step ring of one engine thread: one writer, records of any length.
+class StepWriter(StepRing):
+    """Writer of the step ring of one engine thread: one writer, records of any length."""
 
-    `cells_written` counts the cells written so far. `offset` is where the next record begins, at most
-    `last_offset`.
-    """
-
-    __slots__ = ("_max_record_bytes", "cells_written", "last_offset", "memory", "offset", "words")
+    __slots__ = ("_max_record_bytes", "memory", "words")
 
     def __init__(
         self, arena: Arena, name: str, engine: str, sizes: RingSizes | None = None, number: int = 1
@@ -78,12 +66,12 @@ class StepWriter:
         return writer
 
     def _use_memory(self, memory: mmap.mmap | memoryview, sizes: RingSizes, engine: str, number: int) -> None:
+        last_offset = layout.PAGE + (sizes.step_cells - 1) * layout.CELL_BYTES
+        super().__init__(memory, last_offset, *CONSTANTS)
         self.memory = memory
         self.words = write_header(
             memory, sizes._replace(cells=sizes.step_cells), {"engine": engine}, number=number
         )
-        self.cells_written = 0
-        self.offset, self.last_offset = layout.PAGE, layout.PAGE + (sizes.step_cells - 1) * layout.CELL_BYTES
         self._max_record_bytes = min(layout.RECORD_MAX, sizes.step_cells // 4 * layout.CELL_BYTES)
 
     def write_record(self, code: int, body: bytes) -> None:

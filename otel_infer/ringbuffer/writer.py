@@ -11,6 +11,7 @@ import itertools
 import json
 import mmap
 import os
+import re
 import struct
 import sys
 import threading
@@ -22,6 +23,7 @@ from otel_infer import _clock
 from otel_infer.ringbuffer import events, layout
 from otel_infer.ringbuffer.arena import Arena, choose_sizes
 from otel_infer.ringbuffer.layout import RingSizes
+from otel_infer.ringbuffer.native import native
 from otel_infer.ringbuffer.string_table import StringTable
 from otel_infer.ringbuffer.text_limits import pack_text_to_fit
 
@@ -84,6 +86,13 @@ def _make_cell_packer(known: events.EventLayout) -> tuple[Callable[..., None], i
     return cell.pack_into, _pack_head(known.code, 0, 1), known.strings
 
 
+def _name_fields(known: events.EventLayout) -> str:
+    """Returns one character per field, for compiled code: as in `struct`, but S and T for texts, x for 8 bytes."""
+    fields = re.findall(r"\d+s|[a-zA-Z]", known.packed.format[1:].replace("16s", "X").replace("8s", "x"))
+    texts = dict(zip(known.strings, ("ST"["IH".index(fields[i])] for i in known.strings)))
+    return "".join(texts.get(i, kind) for i, kind in enumerate(fields))
+
+
 # An arrival fills two cells, with its fields in place of their parts; the span id is split between them.
 _ARRIVED = events.LAYOUT_BY_EVENT[events.RequestArrived].code
 _ARRIVED_HEAD, _ARRIVED_REST_HEAD = _pack_head(_ARRIVED, 0, 2), _pack_head(_ARRIVED, 1, 2)
@@ -100,10 +109,16 @@ _CELL_PACKERS = {
     for known in events.REQUEST_LAYOUTS
     if known.packed.size <= layout.BODY_BYTES
 }
+_COMPILED_LAYOUTS = {
+    event: (events.LAYOUT_BY_EVENT[event].code, _name_fields(events.LAYOUT_BY_EVENT[event]))
+    for event in _CELL_PACKERS
+}
 
 
 class RequestWriter:
     """Writer of the request ring, live table and string table of one process; any thread may use it."""
+
+    _write_cells_of_arrival: Callable[[int, int, events.RequestArrived], None] | None = None
 
     def __init__(self, arena: Arena, name: str, role: str, sizes: RingSizes | None = None) -> None:
         sizes = sizes or choose_sizes(arena, lambda s: s.requests_bytes)
@@ -122,11 +137,28 @@ class RequestWriter:
             self.memory, self._strings_offset, sizes.strings, self.words, self._write_empty_cell
         )
         self._strings = self._string_table.ids
+        if native is not None:
+            self._use_compiled_ring(native)
         self._slots = sizes.live_slots
         self._free_slots = deque(range(sizes.live_slots))
         # Random, so that handles of an earlier ring (before a fork, or discarded) match none of this one.
         first = int.from_bytes(os.urandom(4), "little") % layout.GENERATIONS or 1
         self._generations = [first] * sizes.live_slots
+
+    def _use_compiled_ring(self, native: Any) -> None:
+        """Lets compiled code write the cells of all events that fit one, and of arrivals."""
+        ring = native.RequestRing(
+            self.memory,
+            self._cells,
+            _COMPILED_LAYOUTS,
+            _ARRIVED,
+            self._strings,
+            self._string_table.intern,
+            self._write_long_event,
+        )
+        self._next_cell = ring.next_cell
+        self.write_event = ring.write_event  # type: ignore[method-assign]
+        self._write_cells_of_arrival = ring.write_arrival
 
     # ── requests in flight ───────────────────────────────────────────────────────────────────────────────────────
 
@@ -160,6 +192,9 @@ class RequestWriter:
     def _write_arrival(self, slot: int, handle: int, arrived: events.RequestArrived) -> None:
         """Writes the live slot and the two cells of an arrival."""
         offset = self._live_offset + slot * _LIVE_BYTES
+        if self._write_cells_of_arrival is not None:
+            self._write_cells_of_arrival(offset, handle, arrived)
+            return
         at, wall_at, trace, span, parent, server, flags, operation, provider, model, name = arrived
         memory = self.memory
         _LIVE_INTO(memory, offset, handle, flags, 0, at, wall_at, trace, span, parent, server, 0, handle)

@@ -10,10 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from otel_infer.ringbuffer import batch_writer, events, layout
+from otel_infer import _clock
+from otel_infer.ringbuffer import events, layout
 from otel_infer.ringbuffer.arena import MemoryArena
-from otel_infer.ringbuffer.batch_writer import KEYFRAME_CHECK_NS, BatchWriter, HandleTable
+from otel_infer.ringbuffer.batch_writer import BatchWriter, HandleTable
 from otel_infer.ringbuffer.step_reader import StepReader
+from otel_infer.ringbuffer.step_ring import KEYFRAME_CHECK_NS
 from otel_infer.ringbuffer.step_writer import StepWriter
 
 
@@ -199,19 +201,15 @@ def test_an_unchanged_batch_has_keyframes_every_256_steps() -> None:
     assert all(not step.joined for step in steps if not step.keyframe)
 
 
-def test_a_requested_keyframe_follows_within_the_check_interval(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    instants = iter(
-        (0, 1, KEYFRAME_CHECK_NS - 1, KEYFRAME_CHECK_NS, KEYFRAME_CHECK_NS + 1, 2 * KEYFRAME_CHECK_NS)
-    )
-    monkeypatch.setattr(batch_writer, "_now", instants.__next__)
+def test_a_requested_keyframe_follows_within_the_check_interval() -> None:
     writer, _, memory = make_batch_writer()
     StepReader(memory, 2)
     reader = StepReader(memory, 1)
     writer.write_scheduled(["a"])
     reader.request_keyframe()
-    for _ in range(5):
+    for check_is_due in (False, False, True, False, False):
+        ring = writer._writer
+        ring.next_check_at = 0 if check_is_due else _clock.now() + KEYFRAME_CHECK_NS
         writer.write_scheduled(["a"])
     assert [recorded.event.keyframe for recorded in reader.poll(0, final=True)] == [
         True,
@@ -264,25 +262,22 @@ def test_wrongly_reported_members_are_corrected_by_the_next_keyframe() -> None:
     assert last == 257 and seen.batches[257] == [2]
 
 
-@pytest.mark.parametrize("seconds", [0.02, 1.5])
-def test_reported_unchanged_batch_is_refused_when_a_keyframe_is_due(
-    monkeypatch: pytest.MonkeyPatch, seconds: float
-) -> None:
+def test_reported_unchanged_batch_is_refused_when_a_keyframe_is_due() -> None:
     """It is due after a second, or when the reader requested it and the writer's next check has come."""
-    at = 0
-    monkeypatch.setattr(batch_writer, "_now", lambda: at)
     writer, _, memory = make_batch_writer()
-    reader = StepReader(memory, 1)
+    ring, reader = writer._writer, StepReader(memory, 1)
     writer.write_scheduled(["a"])
-    if seconds < 1:
-        reader.request_keyframe()
-    at = int(seconds * 1e9)
-    assert bool(writer.write_unchanged(1, 0, 0, 0, 0)) == (seconds < 1)
-    at = 2_000_000_000
+    reader.request_keyframe()
+    assert writer.write_unchanged(1, 0, 0, 0, 0)
+    ring.next_check_at = 0
+    assert writer.write_unchanged(1, 0, 0, 0, 0) == 0
+    writer.write_scheduled(["a"])
+    assert writer.write_unchanged(1, 0, 0, 0, 0)
+    ring.next_check_at = ring.next_keyframe_at = 0
     assert writer.write_unchanged(1, 0, 0, 0, 0) == 0
     writer.write_scheduled(["a"])
     keyframes = [recorded.event.keyframe for recorded in reader.poll(0, final=True)]
-    assert keyframes[0] and keyframes[-1]
+    assert keyframes == [True, False, True, False, True]
 
 
 def test_a_replaced_or_swapped_member_is_recorded() -> None:

@@ -1,0 +1,52 @@
+"""Builds the compiled ring writer into the wheel, where there is a C compiler; without one the wheel is pure Python.
+
+The module uses the stable ABI of Python 3.11: one build serves all later releases. A Python without a GIL has no
+stable ABI, so it gets the Python code.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+SOURCE = "otel_infer/ringbuffer/_native.c"
+MODULE = "otel_infer/ringbuffer/_native.abi3.so"
+
+
+class CompiledRingWriter(BuildHookInterface):
+    """Compiles `SOURCE` in place, which serves wheels and editable installations alike."""
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        root = Path(self.root)
+        problem = compile_module(root / SOURCE, root / MODULE)
+        if problem:
+            self.app.display_warning(f"otel-infer is built without its compiled ring writer: {problem}")
+            return
+        build_data["artifacts"].append(MODULE)
+        build_data["pure_python"] = False
+        platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
+        build_data["tag"] = f"cp311-abi3-{platform}"
+
+
+def compile_module(source: Path, module: Path) -> str:
+    """Compiles one C file into a shared library. Returns why that is impossible; empty on success."""
+    module.unlink(missing_ok=True)
+    if os.environ.get("OTEL_INFER_NATIVE") == "off" or sysconfig.get_config_var("Py_GIL_DISABLED"):
+        return "it is switched off, or this Python has no stable ABI"
+    compiler = shlex.split(os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc")
+    flags = ["-O2", "-shared", "-fPIC", f"-I{sysconfig.get_path('include')}"]
+    try:
+        subprocess.run(
+            [*compiler, *flags, str(source), "-o", str(module)], check=True, capture_output=True, text=True
+        )
+    except OSError as exc:
+        return f"{compiler[0]}: {exc.strerror}"
+    except subprocess.CalledProcessError as exc:
+        return (exc.stderr.strip().splitlines() or [f"{compiler[0]} failed"])[0]
+    return ""

@@ -1,0 +1,443 @@
+/* Writes ring cells: what `writer.RequestWriter.write_event` and `batch_writer.BatchWriter` do in Python, as C.
+ *
+ * On the thread of an engine these calls run with cold caches, where their price is the memory that they touch:
+ * a Python function touches about twenty cache lines, the same work here two or three.
+ *
+ * Optional: without this module the Python code of those classes runs. It uses the stable ABI of Python 3.11, so one
+ * build serves all later releases. All functions need the GIL; nothing here runs Python code between the reservation
+ * of a cell and its last byte, except that an unknown text is interned before the reservation.
+ */
+#define PY_SSIZE_T_CLEAN
+#define Py_LIMITED_API 0x030B0000
+#include <Python.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+#include <structmember.h>
+#include <time.h>
+
+enum { W_KEYFRAME_REQUESTED = 10, PAGE = 4096, CELL_BYTES = 64, MAX_FIELDS = 16 };
+
+/* A cell: sequence, code, part, parts, 0, handle, body, sequence (`layout.CELL`). */
+enum { CODE_AT = 8, HANDLE_AT = 12, BODY_AT = 16, END_AT = 56 };
+
+static int64_t read_clock(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+}
+
+/* Writes a whole cell. A reader compares the sequences at both ends, so the last one is stored last. */
+static void store_cell(char *to, uint64_t sequence, const char *middle)
+{
+    __atomic_store_n((uint64_t *)to, sequence, __ATOMIC_RELAXED);
+    __atomic_thread_fence(__ATOMIC_RELEASE);
+    memcpy(to + CODE_AT, middle, END_AT - CODE_AT);
+    __atomic_store_n((uint64_t *)(to + END_AT), sequence, __ATOMIC_RELEASE);
+}
+
+/* ── request ring ───────────────────────────────────────────────────────────────────────────────────────────── */
+
+typedef struct {
+    PyObject *event;  /* the type of the event */
+    uint8_t code, count;
+    char fields[MAX_FIELDS];  /* q Q I H B, S and T (a text's id as I and H), 16 and 8 (bytes) as 'X' and 'x' */
+} Layout;
+
+typedef struct {
+    PyObject_HEAD
+    Py_buffer memory;
+    uint64_t cells, next_cell;
+    int arrival_code;
+    PyObject *layouts;  /* event type → bytes that hold a Layout */
+    PyObject *strings, *intern, *write_long;
+} RequestRing;
+
+static int fail_range(void)
+{
+    PyErr_SetString(PyExc_ValueError, "a field of the event is out of range");
+    return -1;
+}
+
+static int pack_number(char *to, char kind, PyObject *value, int *size)
+{
+    if (kind == 'q') {
+        int64_t number = PyLong_AsLongLong(value);
+        if (number == -1 && PyErr_Occurred()) return -1;
+        memcpy(to, &number, *size = 8);
+        return 0;
+    }
+    PyObject *index = PyNumber_Index(value);
+    if (index == NULL) return -1;
+    uint64_t number = PyLong_AsUnsignedLongLong(index);
+    Py_DECREF(index);
+    if (number == (uint64_t)-1 && PyErr_Occurred()) return -1;
+    *size = kind == 'Q' ? 8 : kind == 'I' ? 4 : kind == 'H' ? 2 : 1;
+    if (*size < 8 && number >> (8 * *size)) return fail_range();
+    memcpy(to, &number, *size);  /* little-endian, which `_build` checks */
+    return 0;
+}
+
+static int pack_text(RequestRing *self, char *to, char kind, PyObject *text, int *size)
+{
+    PyObject *id = PyDict_GetItemWithError(self->strings, text), *made = NULL;
+    if (id == NULL) {
+        if (PyErr_Occurred()) return -1;
+        PyObject *plain = PyObject_Str(text);
+        if (plain == NULL) return -1;
+        id = made = PyObject_CallFunctionObjArgs(self->intern, plain, NULL);
+        Py_DECREF(plain);
+        if (id == NULL) return -1;
+    }
+    int failed = pack_number(to, kind == 'S' ? 'I' : 'H', id, size);
+    Py_XDECREF(made);
+    return failed;
+}
+
+static int pack_bytes(char *to, int wanted, PyObject *value, int *size)
+{
+    char *data;
+    Py_ssize_t length;
+    if (PyBytes_AsStringAndSize(value, &data, &length)) return -1;
+    memset(to, 0, wanted);
+    memcpy(to, data, length < wanted ? length : wanted);
+    *size = wanted;
+    return 0;
+}
+
+static int pack_field(RequestRing *self, char *to, char kind, PyObject *value, int *size)
+{
+    if (kind == 'S' || kind == 'T') return pack_text(self, to, kind, value, size);
+    if (kind == 'X' || kind == 'x') return pack_bytes(to, kind == 'X' ? 16 : 8, value, size);
+    return pack_number(to, kind, value, size);
+}
+
+static PyObject *write_event(RequestRing *self, PyObject *const *arguments, Py_ssize_t count)
+{
+    if (count != 2) return PyErr_Format(PyExc_TypeError, "write_event takes a handle and an event");
+    PyObject *packed = PyDict_GetItemWithError(self->layouts, (PyObject *)Py_TYPE(arguments[1]));
+    if (packed == NULL) {
+        if (PyErr_Occurred()) return NULL;
+        return PyObject_CallFunctionObjArgs(self->write_long, arguments[0], arguments[1], NULL);
+    }
+    const Layout *layout = (const Layout *)PyBytes_AsString(packed);
+    char middle[END_AT - CODE_AT] = {0};
+    int at = BODY_AT - CODE_AT, size;
+    middle[0] = (char)layout->code;
+    middle[2] = 1;
+    if (pack_number(middle + HANDLE_AT - CODE_AT, 'I', arguments[0], &size)) return NULL;
+    if (PyTuple_Size(arguments[1]) != layout->count) {
+        if (!PyErr_Occurred()) fail_range();
+        return NULL;
+    }
+    for (int i = 0; i < layout->count; i++) {
+        if (pack_field(self, middle + at, layout->fields[i], PyTuple_GetItem(arguments[1], i), &size)) return NULL;
+        at += size;
+    }
+    uint64_t cell = self->next_cell++;
+    store_cell((char *)self->memory.buf + PAGE + cell % self->cells * CELL_BYTES, cell + 1, middle);
+    Py_RETURN_NONE;
+}
+
+/* Live slot: handle, flags, 0, arrived_at, wall_at, trace, span, parent and server id, 0, handle (`layout.LIVE`). */
+enum { LIVE_BYTES = 80, PART_BYTES = 36 };
+
+static void store_part(RequestRing *self, uint64_t cell, uint8_t code, uint8_t part, const char *handle,
+                       uint32_t first, const char *body, int size)
+{
+    char middle[END_AT - CODE_AT] = {0};
+    middle[0] = (char)code;
+    middle[1] = (char)part;
+    middle[2] = 2;
+    memcpy(middle + HANDLE_AT - CODE_AT, handle, 4);
+    memcpy(middle + BODY_AT - CODE_AT, &first, 4);
+    memcpy(middle + BODY_AT - CODE_AT + 4, body, size);
+    store_cell((char *)self->memory.buf + PAGE + cell % self->cells * CELL_BYTES, cell + 1, middle);
+}
+
+static PyObject *write_arrival(RequestRing *self, PyObject *const *arguments, Py_ssize_t count)
+{
+    static const char fields[] = "qqXxxxHTTTT";  /* `events.RequestArrived` */
+    char body[2 * PART_BYTES] = {0}, live[LIVE_BYTES] = {0}, handle[8];
+    int at = 0, size;
+    if (count != 3) return PyErr_Format(PyExc_TypeError, "write_arrival takes an offset, a handle and an event");
+    long long offset = PyLong_AsLongLong(arguments[0]);
+    if (offset == -1 && PyErr_Occurred()) return NULL;
+    if (offset < PAGE || offset + LIVE_BYTES > self->memory.len) { fail_range(); return NULL; }
+    if (pack_number(handle, 'I', arguments[1], &size)) return NULL;
+    for (int i = 0; fields[i]; i++) {
+        PyObject *value = PyTuple_GetItem(arguments[2], i);
+        if (value == NULL || pack_field(self, body + at, fields[i], value, &size)) return NULL;
+        at += size;
+    }
+    memcpy(live, handle, 4);
+    memcpy(live + 4, body + 56, 2);
+    memcpy(live + 8, body, 56);
+    memcpy(live + 72, handle, 4);
+    memcpy((char *)self->memory.buf + offset, live, LIVE_BYTES);
+    uint64_t cell = self->next_cell;
+    uint32_t first = (uint32_t)(cell + 1);
+    self->next_cell = cell + 2;
+    store_part(self, cell, (uint8_t)self->arrival_code, 0, handle, first, body, PART_BYTES);
+    store_part(self, cell + 1, (uint8_t)self->arrival_code, 1, handle, first, body + PART_BYTES, at - PART_BYTES);
+    Py_RETURN_NONE;
+}
+
+static PyObject *next_cell(RequestRing *self, PyObject *unused)
+{
+    (void)unused;
+    return PyLong_FromUnsignedLongLong(self->next_cell++);
+}
+
+static int add_layout(PyObject *layouts, PyObject *event, PyObject *described)
+{
+    Layout layout = {0};
+    int code;
+    const char *fields;
+    if (!PyArg_ParseTuple(described, "is", &code, &fields)) return -1;
+    size_t count = strlen(fields);
+    if (count > MAX_FIELDS) return fail_range();
+    layout.code = (uint8_t)code;
+    layout.count = (uint8_t)count;
+    memcpy(layout.fields, fields, count);
+    PyObject *packed = PyBytes_FromStringAndSize((const char *)&layout, sizeof layout);
+    int failed = packed == NULL || PyDict_SetItem(layouts, event, packed);
+    Py_XDECREF(packed);
+    return failed ? -1 : 0;
+}
+
+static int init_request_ring(RequestRing *self, PyObject *arguments, PyObject *named)
+{
+    PyObject *memory, *described, *event, *fields, *strings, *intern, *write_long;
+    unsigned long long cells;
+    Py_ssize_t position = 0;
+    (void)named;
+    if (!PyArg_ParseTuple(arguments, "OKOiO!OO", &memory, &cells, &described, &self->arrival_code,
+                          &PyDict_Type, &strings, &intern, &write_long)) return -1;
+    self->strings = strings;
+    self->intern = intern;
+    self->write_long = write_long;
+    Py_INCREF(self->strings);
+    Py_INCREF(self->intern);
+    Py_INCREF(self->write_long);
+    if (PyObject_GetBuffer(memory, &self->memory, PyBUF_WRITABLE)) return -1;
+    self->cells = cells;
+    if (!cells || PAGE + cells * CELL_BYTES > (uint64_t)self->memory.len) return fail_range();
+    self->layouts = PyDict_New();
+    if (self->layouts == NULL) return -1;
+    while (PyDict_Next(described, &position, &event, &fields))
+        if (add_layout(self->layouts, event, fields)) return -1;
+    return 0;
+}
+
+static int visit_request_ring(RequestRing *self, visitproc visit, void *arg)
+{
+    Py_VISIT(Py_TYPE((PyObject *)self));
+    Py_VISIT(self->layouts);
+    Py_VISIT(self->strings);
+    Py_VISIT(self->intern);
+    Py_VISIT(self->write_long);
+    return 0;
+}
+
+static int clear_request_ring(RequestRing *self)
+{
+    Py_CLEAR(self->layouts);
+    Py_CLEAR(self->strings);
+    Py_CLEAR(self->intern);
+    Py_CLEAR(self->write_long);
+    return 0;
+}
+
+static void free_request_ring(RequestRing *self)
+{
+    PyTypeObject *type = Py_TYPE((PyObject *)self);
+    PyObject_GC_UnTrack(self);
+    clear_request_ring(self);
+    if (self->memory.obj != NULL) PyBuffer_Release(&self->memory);
+    ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
+    Py_DECREF(type);
+}
+
+static PyMethodDef request_ring_methods[] = {
+    {"write_event", (PyCFunction)(void (*)(void))write_event, METH_FASTCALL,
+     "write_event(handle, event): writes one request event; raises for an event that does not fit its layout."},
+    {"write_arrival", (PyCFunction)(void (*)(void))write_arrival, METH_FASTCALL,
+     "write_arrival(offset, handle, event): writes the live slot at `offset` and the two cells of an arrival."},
+    {"next_cell", (PyCFunction)next_cell, METH_NOARGS, "next_cell(): reserves a cell and returns its number, from 0."},
+    {NULL, NULL, 0, NULL}};
+
+static PyType_Slot request_ring_slots[] = {{Py_tp_init, init_request_ring},
+                                           {Py_tp_new, PyType_GenericNew},
+                                           {Py_tp_dealloc, free_request_ring},
+                                           {Py_tp_traverse, visit_request_ring},
+                                           {Py_tp_clear, clear_request_ring},
+                                           {Py_tp_methods, request_ring_methods},
+                                           {0, NULL}};
+static PyType_Spec request_ring_spec = {"otel_infer.ringbuffer._native.RequestRing", sizeof(RequestRing), 0,
+                                        Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, request_ring_slots};
+
+/* ── step ring ──────────────────────────────────────────────────────────────────────────────────────────────── */
+
+typedef struct {
+    PyObject_HEAD
+    Py_buffer memory;
+    long long cells_written, offset, last_offset;
+    long long step, size, next_keyframe_step, next_keyframe_at, next_check_at, check_interval, keyframe_requests;
+    uint32_t scheduled_word, done_word;
+} StepRing;
+
+/* Stores a record of one cell: counter, length and code, body, counter (`step_writer.pack_unchanged`). */
+static void store_record(StepRing *self, const char *middle)
+{
+    long long offset = self->offset;
+    self->offset = offset < self->last_offset ? offset + CELL_BYTES : PAGE;
+    store_cell((char *)self->memory.buf + offset, (uint64_t)++self->cells_written, middle);
+}
+
+static int read_numbers(PyObject *const *arguments, Py_ssize_t count, Py_ssize_t wanted, long long *numbers)
+{
+    if (count != wanted) {
+        PyErr_SetString(PyExc_TypeError, "wrong number of arguments");
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < count; i++) {
+        numbers[i] = PyLong_AsLongLong(arguments[i]);
+        if (numbers[i] == -1 && PyErr_Occurred()) return -1;
+    }
+    return 0;
+}
+
+/* Makes the next step a keyframe if the last one is too old, or the reader requests one. */
+static void check_keyframe(StepRing *self, int64_t at)
+{
+    long long requests = *(volatile long long *)((char *)self->memory.buf + 8 * W_KEYFRAME_REQUESTED);
+    self->next_check_at = at + self->check_interval;
+    if (at >= self->next_keyframe_at || requests != self->keyframe_requests) {
+        self->keyframe_requests = requests;
+        self->next_keyframe_step = 0;
+    }
+}
+
+static PyObject *write_unchanged(StepRing *self, PyObject *const *arguments, Py_ssize_t count)
+{
+    long long numbers[5];  /* size, KV blocks used and in all, running, waiting */
+    int64_t at = read_clock();
+    if (read_numbers(arguments, count, 5, numbers)) return NULL;
+    long long step = self->step + 1;
+    if (at >= self->next_check_at) check_keyframe(self, at);
+    if (step >= self->next_keyframe_step || numbers[0] != self->size) return PyLong_FromLong(0);
+    char middle[END_AT - CODE_AT] = {0};
+    uint64_t numbered = (uint64_t)step;
+    memcpy(middle, &self->scheduled_word, 4);
+    memcpy(middle + 4, &at, 8);
+    memcpy(middle + 12, &numbered, 8);
+    for (int i = 0; i < 5; i++) {
+        if (numbers[i] < 0 || numbers[i] > UINT32_MAX) { fail_range(); return NULL; }
+        uint32_t number = (uint32_t)numbers[i];
+        memcpy(middle + 28 + 4 * i, &number, 4);
+    }
+    self->step = step;
+    store_record(self, middle);
+    return PyLong_FromLongLong(step);
+}
+
+static PyObject *check_keyframe_now(StepRing *self, PyObject *instant)
+{
+    long long at = PyLong_AsLongLong(instant);
+    if (at == -1 && PyErr_Occurred()) return NULL;
+    check_keyframe(self, at);
+    Py_RETURN_NONE;
+}
+
+static PyObject *write_single_tokens(StepRing *self, PyObject *const *arguments, Py_ssize_t count)
+{
+    long long numbers[3] = {0};  /* step, instant, discarded */
+    if (read_numbers(arguments, count, count == 2 ? 2 : 3, numbers)) return NULL;
+    if (numbers[2] < 0 || numbers[2] > UINT32_MAX) { fail_range(); return NULL; }
+    char middle[END_AT - CODE_AT] = {0};
+    uint32_t discarded = (uint32_t)numbers[2];
+    if (numbers[1] == 0) numbers[1] = read_clock();
+    memcpy(middle, &self->done_word, 4);
+    memcpy(middle + 4, &numbers[1], 8);
+    memcpy(middle + 12, &numbers[0], 8);
+    memcpy(middle + 28, &discarded, 4);
+    store_record(self, middle);
+    Py_RETURN_NONE;
+}
+
+static int init_step_ring(StepRing *self, PyObject *arguments, PyObject *named)
+{
+    PyObject *memory;
+    unsigned long scheduled, done;
+    (void)named;
+    if (!PyArg_ParseTuple(arguments, "OLkkL", &memory, &self->last_offset, &scheduled, &done,
+                          &self->check_interval)) return -1;
+    if (PyObject_GetBuffer(memory, &self->memory, PyBUF_WRITABLE)) return -1;
+    if (self->last_offset < PAGE || self->last_offset + CELL_BYTES > self->memory.len) return fail_range();
+    self->offset = PAGE;
+    self->scheduled_word = (uint32_t)scheduled;
+    self->done_word = (uint32_t)done;
+    return 0;
+}
+
+static void free_step_ring(StepRing *self)
+{
+    PyTypeObject *type = Py_TYPE((PyObject *)self);
+    if (self->memory.obj != NULL) PyBuffer_Release(&self->memory);
+    ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
+    Py_DECREF(type);
+}
+
+static PyMethodDef step_ring_methods[] = {
+    {"write_unchanged", (PyCFunction)(void (*)(void))write_unchanged, METH_FASTCALL,
+     "write_unchanged(size, kv_used, kv_total, running, waiting): returns the step's number, 0 = nothing written."},
+    {"check_keyframe", (PyCFunction)check_keyframe_now, METH_O,
+     "check_keyframe(at): makes the next step a keyframe if the last one is too old, or the reader requests one."},
+    {"write_single_tokens", (PyCFunction)(void (*)(void))write_single_tokens, METH_FASTCALL,
+     "write_single_tokens(step, at, discarded=0): every member of the step got one token at `at`; 0 = now."},
+    {NULL, NULL, 0, NULL}};
+
+#define MEMBER(name) {#name, T_LONGLONG, offsetof(StepRing, name), 0, NULL}
+static PyMemberDef step_ring_members[] = {
+    MEMBER(cells_written), MEMBER(offset), MEMBER(last_offset), MEMBER(step), MEMBER(size),
+    MEMBER(next_keyframe_step), MEMBER(next_keyframe_at), MEMBER(next_check_at), MEMBER(keyframe_requests),
+    {NULL, 0, 0, 0, NULL}};
+
+static PyType_Slot step_ring_slots[] = {{Py_tp_init, init_step_ring},
+                                        {Py_tp_new, PyType_GenericNew},
+                                        {Py_tp_dealloc, free_step_ring},
+                                        {Py_tp_methods, step_ring_methods},
+                                        {Py_tp_members, step_ring_members},
+                                        {0, NULL}};
+static PyType_Spec step_ring_spec = {"otel_infer.ringbuffer._native.StepRing", sizeof(StepRing), 0,
+                                     Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE, step_ring_slots};
+
+/* ── module ─────────────────────────────────────────────────────────────────────────────────────────────────── */
+
+static int add_type(PyObject *module, const char *name, PyType_Spec *spec)
+{
+    PyObject *type = PyType_FromModuleAndSpec(module, spec, NULL);
+    int failed = type == NULL || PyModule_AddObjectRef(module, name, type);
+    Py_XDECREF(type);
+    return failed ? -1 : 0;
+}
+
+static int fill_module(PyObject *module)
+{
+    const uint16_t one = 1;
+    if (*(const char *)&one != 1) {
+        PyErr_SetString(PyExc_ImportError, "rings are little-endian");
+        return -1;
+    }
+    return add_type(module, "RequestRing", &request_ring_spec) || add_type(module, "StepRing", &step_ring_spec) ? -1 : 0;
+}
+
+static PyModuleDef_Slot module_slots[] = {{Py_mod_exec, fill_module}, {0, NULL}};
+static PyModuleDef module_definition = {PyModuleDef_HEAD_INIT, "_native", NULL, 0, NULL, module_slots, NULL, NULL, NULL};
+
+PyMODINIT_FUNC PyInit__native(void)
+{
+    return PyModuleDef_Init(&module_definition);
+}
