@@ -30,6 +30,8 @@ REPEAT_NS = 60 * CHECK_NS
 """Interval at which lasting state is recorded again, for a restarted reader."""
 MAX_STARTUP_EVENTS = 128
 """Startup events that are held until the rings exist."""
+DEFERRED_NS = 100_000_000
+"""Shortest interval of the calls of `deferred_recorders`."""
 RETRY_NS = 1_000_000_000
 """After a step ring found no room, time until the next is tried."""
 
@@ -49,7 +51,7 @@ class Recorder:
         self._make_arena: Callable[[], Arena] | None = None
         self._get_fallback_arena: Callable[[str], Arena | None] = lambda reason: None
         self._ensure_reader: Callable[[], None] = lambda: None
-        self._maintained_at = self._repeated_at = 0
+        self._maintained_at = self._repeated_at = self._deferred_due_at = 0
         self._step_rings: StepRingAllocator | None = None
         self._free_batch_writers: dict[str, deque[BatchWriter]] = {}
         self._batch_writers: list[BatchWriter] = []
@@ -145,7 +147,7 @@ class Recorder:
             writer = self.requests or self._make_rings()
             return writer.open_request(arrived) if writer is not None else 0
         except Exception as error:  # the request continues unrecorded
-            self._report_lost_event(error)
+            self.report_lost_event(error)
             if self.requests is not None:
                 self.requests.count_not_recorded(arrived)
             return 0
@@ -165,25 +167,26 @@ class Recorder:
             try:
                 writer.write_event(handle, event)
             except Exception as error:  # the request continues unrecorded
-                self._report_lost_event(error)
+                self.report_lost_event(error)
 
     def close_request(self, handle: int, ended: events.RequestEnded | events.ExchangeEnded) -> None:
         """Records the end of a request and frees its slot."""
         writer = self.requests
         if writer is not None and handle:
-            if self.deferred_recorders:
+            if ended[0] >= self._deferred_due_at:
+                self._deferred_due_at = ended[0] + DEFERRED_NS
                 self._run_deferred_recorders()
             try:
                 writer.close_request(handle, ended)
             except Exception as error:  # the request continues unrecorded
-                self._report_lost_event(error)
+                self.report_lost_event(error)
 
     def _run_deferred_recorders(self) -> None:
         for record_deferred in list(self.deferred_recorders.values()):
             try:
                 record_deferred()
             except Exception as error:  # the end of the request is recorded nevertheless
-                self._report_lost_event(error)
+                self.report_lost_event(error)
 
     def record_pause(self, cause: str, started_at: int, ended_at: int) -> None:
         """Records that this process was held up; does nothing where there are no rings."""
@@ -200,7 +203,7 @@ class Recorder:
             try:
                 writer.write_event(0, event)
             except Exception as error:  # the process continues without the event
-                self._report_lost_event(error)
+                self.report_lost_event(error)
 
     def record_startup(self, event: Any) -> None:
         """Records an event of the process start.
@@ -213,7 +216,8 @@ class Recorder:
             self._startup_events.append(event)
         self.record_process(event)
 
-    def _report_lost_event(self, error: Exception) -> None:
+    def report_lost_event(self, error: Exception) -> None:
+        """Counts an event that could not be recorded, and logs the first one."""
         if self.requests is not None:
             self.requests.words[layout.W_LOST] += 1
         if not self._is_loss_logged:
@@ -243,7 +247,7 @@ class Recorder:
                 self._ensure_reader()
             return has_rings
         except Exception as error:  # the user's import must not fail
-            self._report_lost_event(error)
+            self.report_lost_event(error)
             return False
 
     # ── steps ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -268,7 +272,7 @@ class Recorder:
                 self._is_no_room_logged = True
                 log.warning("steps of some requests are not recorded, and counted: %s", reason)
         except Exception as error:  # the engine continues unrecorded
-            self._report_lost_event(error)
+            self.report_lost_event(error)
         return None
 
     def _create_batch_writer(self, engine: str) -> BatchWriter | None:

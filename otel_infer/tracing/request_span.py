@@ -24,6 +24,8 @@ from otel_infer.tracing.user_mistakes import ignore_mistakes
 
 REQUEST_KEY = otel_context.create_key("otel_infer-request")
 _EMPTY_CONTEXT = Context()
+MAX_SHORT_NAME = 30
+"""Characters of a name whose UTF-8 fits the string table (126 bytes) in any script."""
 
 
 class RequestSpan(trace.Span):
@@ -84,12 +86,18 @@ class RequestSpan(trace.Span):
     # ── events ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def record_event(self, event: Any) -> None:
-        """Records an event of this request."""
-        recorder.record(self.handle, event)
+        """Records an event of this request. Not by `recorder.record`, which would be one more call per event."""
+        writer = recorder.requests
+        if writer is not None and self.handle:
+            try:
+                writer.write_event(self.handle, event)
+            except Exception as error:  # the request continues unrecorded
+                recorder.report_lost_event(error)
 
     def record_stage(self, name: str, started_at: int, items: int = 0) -> None:
         """Records that a stage ended now. `items`: how many it processed; 0 = unknown, or `events.RAISED`."""
-        recorder.record(self.handle, events.StageEnded(_clock.now(), started_at, name, items))
+        fields = _clock.now(), started_at, name, items
+        self.record_event(events.make_tuple(events.StageEnded, fields))
 
     def record_submitted(
         self, engine: str, sequences: int = 1, input_tokens: int = 0, max_tokens: int = 0
@@ -101,7 +109,7 @@ class RequestSpan(trace.Span):
             events.clamp_count(input_tokens),
             events.clamp_count(max_tokens),
         )
-        recorder.record(self.handle, events.RequestSubmitted(_clock.now(), *counts, engine))
+        self.record_event(events.RequestSubmitted(_clock.now(), *counts, engine))
 
     def set_operation(self, operation: str = "", provider: str = "", model: str = "") -> None:
         """Records operation, provider (engine) and served model, if they become known after arrival.
@@ -111,9 +119,10 @@ class RequestSpan(trace.Span):
         names = operation, provider, model
         if names != self._operation_names:
             self._operation_names = names
-            self._record_attributes(
-                *zip((semconv.OPERATION_NAME, semconv.PROVIDER_NAME, semconv.REQUEST_MODEL), names)
-            )
+            if len(model) <= MAX_SHORT_NAME and len(operation) <= MAX_SHORT_NAME:
+                self.record_event(events.make_tuple(events.OperationNamed, (_clock.now(), *names)))
+            else:  # the string table would cut it
+                self._record_attributes(*zip(events.OPERATION_KEYS, names))
 
     def expect_operation(self, operation: str, provider: str, model: str) -> None:
         """Stores the names of an inference that is still prepared. They are recorded if it fails on the way.
@@ -145,7 +154,7 @@ class RequestSpan(trace.Span):
 
     def record_attribute(self, key: str, value: events.Value) -> None:
         """Records an attribute of this package, which does not count towards the SDK's limits."""
-        recorder.record(self.handle, events.AttributeSet(_clock.now(), key, value))
+        self.record_event(events.make_tuple(events.AttributeSet, (_clock.now(), key, value)))
 
     def set_engine_error(self, error_type: str) -> None:
         """Sets the error type of an engine failure, for `close`. Empty: a later attempt did not fail."""
@@ -155,7 +164,7 @@ class RequestSpan(trace.Span):
         """Records, once, that a token reached the part of the server that serves the client."""
         if not self.tokens_reached:
             self.tokens_reached = self.inspect_next_chunk = True
-            recorder.record(self.handle, events.TokenReached(_clock.now()))
+            self.record_event(events.make_tuple(events.TokenReached, (_clock.now(),)))
             if self.on_token_reached is not None:
                 self.on_token_reached()
 
@@ -311,9 +320,8 @@ class RequestSpan(trace.Span):
 
     def attach(self) -> Any:
         """Makes the request current here; returns the token for `detach`."""
-        return context.attach(
-            Context({**self.around, REQUEST_KEY: self, context.SPAN_KEY: self.current_span})
-        )
+        span = self if self.provider_spans is None else self.provider_spans[1]
+        return context.attach(Context({**self.around, REQUEST_KEY: self, context.SPAN_KEY: span}))
 
 
 ThreadOwner = tuple[RequestSpan, object]

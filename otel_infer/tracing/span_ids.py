@@ -16,7 +16,7 @@ from otel_infer.ringbuffer.events import OWN_SERVER_SPAN, REMOTE_PARENT, SAMPLED
 from otel_infer.tracing.pending_spans import ProviderSpans
 
 _SAMPLED, _NOT_SAMPLED = TraceFlags(TraceFlags.SAMPLED), TraceFlags(TraceFlags.DEFAULT)
-_NO_ID = bytes(8)
+_NO_ID, SAMPLED_FLAG = bytes(8), int(TraceFlags.SAMPLED)
 _SAMPLING_FIELD = re.compile("th:[0-9a-f]{1,14}|rv:[0-9a-f]{14}")
 
 
@@ -94,19 +94,15 @@ class LazySpanIds:
 
     def __init__(
         self,
-        trace_id: bytes,
-        parent_id: bytes,
+        ids: tuple[bytes, bytes, bytes, bytes],
         flags: int,
         own_server: bool,
         parent: RemoteParent | SpanContext | None = None,
         trace_state: trace.TraceState | None = None,
     ) -> None:
-        spans = _random_ids()
-        if own_server:
-            self.ids, self.flags = (trace_id, spans[:8], parent_id, spans[8:]), flags | OWN_SERVER_SPAN
-        else:
-            self.ids, self.flags = (trace_id, spans[:8], parent_id, _NO_ID), flags
-        self.has_server, self._parent, self.trace_state = own_server, parent, trace_state
+        """`ids`: of the trace, the request span, its parent and its SERVER span, as in `SpanIds`."""
+        self.ids, self.flags, self.has_server = ids, flags, own_server
+        self._parent, self.trace_state = parent, trace_state
 
     @property
     def request(self) -> SpanContext:
@@ -132,27 +128,33 @@ class LazySpanIds:
 
 def make_ids_below_remote(parent: RemoteParent, sampler: ConstantSampler) -> LazySpanIds:
     """Returns the ids of a request below an own SERVER span below the remote parent."""
+    random = _random_ids()
     if not parent:
-        flags = SAMPLED if sampler.root_sampled else 0
-        return LazySpanIds(_random_ids(), _NO_ID, flags, True)
-    flags = SAMPLED if sampler.is_sampled(True, parent[25]) else 0
-    return LazySpanIds(parent[1:17], parent[17:25], flags | REMOTE_PARENT, True, parent)
+        flags = OWN_SERVER_SPAN | SAMPLED if sampler.root_sampled else OWN_SERVER_SPAN
+        return LazySpanIds((random[:16], random[16:24], _NO_ID, random[24:]), flags, True)
+    flags = OWN_SERVER_SPAN | REMOTE_PARENT
+    if parent[25] & SAMPLED_FLAG if sampler.follows_parent else sampler.root_sampled:
+        flags |= SAMPLED
+    return LazySpanIds((parent[1:17], random[16:24], parent[17:25], random[24:]), flags, True, parent)
 
 
 def make_ids_below_parent(parent: SpanContext, sampler: ConstantSampler, own_server: bool) -> LazySpanIds:
     """Returns the ids of a request below this span; of a new trace if the span is invalid."""
     # A span context is a tuple; unpacking it saves a call for each property.
     trace_id, span_id, is_remote, trace_flags, trace_state, is_valid = parent
+    random = _random_ids()
     flags = SAMPLED if sampler.is_sampled(is_valid, trace_flags) else 0
+    server_id = random[24:] if own_server else _NO_ID
+    if own_server:
+        flags |= OWN_SERVER_SPAN
     if not is_valid:
-        return LazySpanIds(_random_ids(), _NO_ID, flags, own_server)
+        return LazySpanIds((random[:16], random[16:24], _NO_ID, server_id), flags, own_server)
     if is_remote:
         flags |= REMOTE_PARENT
     # Checking whether any other trace state is empty would take a call.
     state = None if trace_state is trace.DEFAULT_TRACE_STATE else trace_state
-    return LazySpanIds(
-        trace_id.to_bytes(16, "big"), span_id.to_bytes(8, "big"), flags, own_server, parent, state
-    )
+    ids = trace_id.to_bytes(16, "big"), random[16:24], span_id.to_bytes(8, "big"), server_id
+    return LazySpanIds(ids, flags, own_server, parent, state)
 
 
 def to_span_context(parent: RemoteParent) -> SpanContext | None:
@@ -265,8 +267,8 @@ os.register_at_fork(after_in_child=_rng.seed)
 
 
 def _random_ids() -> bytes:
-    """Returns 16 random bytes: one trace id, or two span ids."""
-    ids = _rng.getrandbits(128).to_bytes(16, "big")
+    """Returns 32 random bytes: a trace id and two span ids."""
+    ids = _rng.getrandbits(256).to_bytes(32, "big")
     return _random_ids() if _NO_ID in ids else ids
 
 

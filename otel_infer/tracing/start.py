@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from opentelemetry import context as otel_context
 from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.trace import NonRecordingSpan
@@ -31,7 +30,7 @@ from otel_infer.tracing.span_ids import RemoteParent
 
 def current_request() -> RequestSpan | None:
     """Returns the current request; None if there is none or it has ended."""
-    request = otel_context.get_value(REQUEST_KEY)
+    request = context.current_context().get(REQUEST_KEY)
     return request if isinstance(request, RequestSpan) and not request.ended else None
 
 

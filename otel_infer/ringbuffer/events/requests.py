@@ -218,6 +218,18 @@ class AttributeSet(NamedTuple):
     value: Value
 
 
+class OperationNamed(NamedTuple):
+    """Operation, provider and served model became known after the arrival; "" = unknown.
+
+    In a ring one event stands for three `AttributeSet`.
+    """
+
+    at: int
+    operation: str
+    provider: str
+    model: str
+
+
 class SpanEventAdded(NamedTuple):
     """Event that user code added to the live request span."""
 
@@ -303,10 +315,13 @@ SINGLE_CHUNK = 1
 """Flag: the response body was one chunk, whose sending started `send_wait_ns` before the end."""
 
 
+OPERATION_KEYS = semconv.OPERATION_NAME, semconv.PROVIDER_NAME, semconv.REQUEST_MODEL
+"""The attributes that `OperationNamed` stands for, in the order of its fields."""
+
 REQUEST_EVENTS = (
     RequestArrived, StageEnded, BytesMoved, CacheHeld, RequestSubmitted, RequestReceived, RequestScheduled,
     RequestPreempted, PrefixRead, TokensDrafted, TokenReached, FirstTokenSent, ResponseStarted, EngineFinished,
-    RequestEnded, ExchangeEnded, AttributeSet, SpanEventAdded, SpanLinked, LinkDescribed, NameUpdated,
+    RequestEnded, ExchangeEnded, AttributeSet, OperationNamed, SpanEventAdded, SpanLinked, LinkDescribed, NameUpdated,
     StateCarried, SpanUnseen, StepsUnrecorded, HttpServed, HttpDescribed,
 )  # fmt: skip
 """The types that this module defines."""

@@ -73,15 +73,19 @@ def test_repeated_attributes_are_recorded_once(recording: Recording, monkeypatch
         request.set_operation("embeddings", "vllm", "bert")
         request.set_request_id("embd-1")
     request.set_operation("embeddings", "vllm", "bert-lora")
-    assert [value for _, value in recorded] == [
-        "embeddings",
-        "vllm",
-        "bert",
-        "embd-1",
-        "embeddings",
-        "vllm",
-        "bert-lora",
+    assert [event[1:] for event in recorded] == [
+        ("embeddings", "vllm", "bert"),
+        ("embd-1",),
+        ("embeddings", "vllm", "bert-lora"),
     ]
+
+
+def test_a_long_model_name_is_recorded_whole(recording: Recording) -> None:
+    request = open_below_parent()
+    request.set_operation("chat", "vllm", "m" * 200)
+    request.close()
+    (record,) = recording.records()
+    assert record.model == "m" * 200 and record.operation == "chat"
 
 
 def test_invalid_attributes_are_ignored(recording: Recording) -> None:
