@@ -16,7 +16,8 @@
 #include <structmember.h>
 #include <time.h>
 
-enum { W_KEYFRAME_REQUESTED = 10, PAGE = 4096, CELL_BYTES = 64, MAX_FIELDS = 16 };
+enum { W_KEYFRAME_REQUESTED = 10, W_UNRECORDED = 11, W_OFFERED = 17, W_NOT_RECORDED = 18 };
+enum { PAGE = 4096, CELL_BYTES = 64, MAX_FIELDS = 16 };
 
 /* A cell: sequence, code, part, parts, 0, handle, body, sequence (`layout.CELL`). */
 enum { CODE_AT = 8, HANDLE_AT = 12, BODY_AT = 16, END_AT = 56 };
@@ -49,6 +50,10 @@ typedef struct {
     PyObject_HEAD
     Py_buffer memory;
     uint64_t cells, next_cell;
+    long long live_offset, slots, in_flight;
+    uint32_t *free_slots;  /* a queue of slot numbers, behind it the generation of each slot */
+    uint32_t first_free;
+    uint64_t random[4];
     int arrival_code;
     PyObject *layouts;  /* event type → bytes that hold a Layout */
     PyObject *strings, *intern, *write_long;
@@ -141,47 +146,199 @@ static PyObject *write_event(RequestRing *self, PyObject *const *arguments, Py_s
 }
 
 /* Live slot: handle, flags, 0, arrived_at, wall_at, trace, span, parent and server id, 0, handle (`layout.LIVE`). */
-enum { LIVE_BYTES = 80, PART_BYTES = 36 };
+enum { LIVE_BYTES = 80, LIVE_END_AT = 72, PART_BYTES = 36, FLAGS_AT = 56, SLOT_BITS = 12, GENERATIONS = 1 << 20 };
+enum { JOINED = 16 };  /* `events.JOINED` */
 
-static void store_part(RequestRing *self, uint64_t cell, uint8_t code, uint8_t part, const char *handle,
-                       uint32_t first, const char *body, int size)
+static uint64_t *header_word(RequestRing *self, int word)
+{
+    return (uint64_t *)self->memory.buf + word;
+}
+
+/* Returns the handle of a free slot; 0 if there is none. The oldest is used first, so that generations repeat late. */
+static uint32_t take_slot(RequestRing *self)
+{
+    if (self->in_flight >= self->slots) return 0;
+    uint32_t slot = self->free_slots[self->first_free];
+    self->first_free = (self->first_free + 1) % (uint32_t)self->slots;
+    self->in_flight++;
+    return slot | self->free_slots[self->slots + slot] << SLOT_BITS;
+}
+
+static void free_slot(RequestRing *self, uint32_t handle)
+{
+    uint32_t slot = handle & ((1 << SLOT_BITS) - 1), *generations = self->free_slots + self->slots;
+    if (!handle || slot >= self->slots || handle >> SLOT_BITS != generations[slot]) return;
+    memset((char *)self->memory.buf + self->live_offset + slot * LIVE_BYTES, 0, LIVE_BYTES);
+    generations[slot] = (generations[slot] + 1) % GENERATIONS;
+    if (!generations[slot]) generations[slot] = 1;
+    self->free_slots[(self->first_free + self->slots - self->in_flight) % self->slots] = slot;
+    self->in_flight--;
+}
+
+static void store_part(RequestRing *self, uint64_t cell, int part, uint32_t handle, uint32_t first, const char *body)
 {
     char middle[END_AT - CODE_AT] = {0};
-    middle[0] = (char)code;
+    middle[0] = (char)self->arrival_code;
     middle[1] = (char)part;
     middle[2] = 2;
-    memcpy(middle + HANDLE_AT - CODE_AT, handle, 4);
+    memcpy(middle + HANDLE_AT - CODE_AT, &handle, 4);
     memcpy(middle + BODY_AT - CODE_AT, &first, 4);
-    memcpy(middle + BODY_AT - CODE_AT + 4, body, size);
+    memcpy(middle + BODY_AT - CODE_AT + 4, body, PART_BYTES);
     store_cell((char *)self->memory.buf + PAGE + cell % self->cells * CELL_BYTES, cell + 1, middle);
 }
 
-static PyObject *write_arrival(RequestRing *self, PyObject *const *arguments, Py_ssize_t count)
+/* Writes the live slot and the two cells of an arrival, then counts the request as offered. Returns its handle. */
+static uint32_t store_arrival(RequestRing *self, const char *body)
+{
+    uint32_t handle = take_slot(self);
+    int joined = body[FLAGS_AT] & JOINED;
+    if (!handle) {
+        ++*header_word(self, W_UNRECORDED);
+        if (!joined) ++*header_word(self, W_NOT_RECORDED);
+    } else {
+        char live[LIVE_BYTES] = {0};
+        memcpy(live, &handle, 4);
+        memcpy(live + 4, body + FLAGS_AT, 2);
+        memcpy(live + 8, body, FLAGS_AT);
+        memcpy(live + LIVE_END_AT, &handle, 4);
+        uint32_t slot = handle & ((1 << SLOT_BITS) - 1);
+        memcpy((char *)self->memory.buf + self->live_offset + slot * LIVE_BYTES, live, LIVE_BYTES);
+        uint64_t cell = self->next_cell;
+        self->next_cell = cell + 2;
+        store_part(self, cell, 0, handle, (uint32_t)(cell + 1), body);
+        store_part(self, cell + 1, 1, handle, (uint32_t)(cell + 1), body + PART_BYTES);
+    }
+    if (!joined) ++*header_word(self, W_OFFERED);
+    return handle;
+}
+
+static PyObject *open_request(RequestRing *self, PyObject *arrived)
 {
     static const char fields[] = "qqXxxxHTTTT";  /* `events.RequestArrived` */
-    char body[2 * PART_BYTES] = {0}, live[LIVE_BYTES] = {0}, handle[8];
+    char body[2 * PART_BYTES] = {0};
     int at = 0, size;
-    if (count != 3) return PyErr_Format(PyExc_TypeError, "write_arrival takes an offset, a handle and an event");
-    long long offset = PyLong_AsLongLong(arguments[0]);
-    if (offset == -1 && PyErr_Occurred()) return NULL;
-    if (offset < PAGE || offset + LIVE_BYTES > self->memory.len) { fail_range(); return NULL; }
-    if (pack_number(handle, 'I', arguments[1], &size)) return NULL;
     for (int i = 0; fields[i]; i++) {
-        PyObject *value = PyTuple_GetItem(arguments[2], i);
+        PyObject *value = PyTuple_GetItem(arrived, i);
         if (value == NULL || pack_field(self, body + at, fields[i], value, &size)) return NULL;
         at += size;
     }
-    memcpy(live, handle, 4);
-    memcpy(live + 4, body + 56, 2);
-    memcpy(live + 8, body, 56);
-    memcpy(live + 72, handle, 4);
-    memcpy((char *)self->memory.buf + offset, live, LIVE_BYTES);
-    uint64_t cell = self->next_cell;
-    uint32_t first = (uint32_t)(cell + 1);
-    self->next_cell = cell + 2;
-    store_part(self, cell, (uint8_t)self->arrival_code, 0, handle, first, body, PART_BYTES);
-    store_part(self, cell + 1, (uint8_t)self->arrival_code, 1, handle, first, body + PART_BYTES, at - PART_BYTES);
-    Py_RETURN_NONE;
+    return PyLong_FromUnsignedLong(store_arrival(self, body));
+}
+
+static PyObject *close_request(RequestRing *self, PyObject *const *arguments, Py_ssize_t count)
+{
+    PyObject *written = write_event(self, arguments, count);
+    if (count == 2) {
+        uint64_t handle = PyLong_AsUnsignedLongLong(arguments[0]);
+        if (handle <= UINT32_MAX) free_slot(self, (uint32_t)handle);
+        else if (written != NULL) { Py_CLEAR(written); PyErr_Clear(); fail_range(); }
+    }
+    return written;
+}
+
+/* ── requests below a remote parent ─────────────────────────────────────────────────────────────────────────── */
+
+static uint64_t next_random(RequestRing *self)  /* xoshiro256**, by Blackman and Vigna (public domain) */
+{
+    uint64_t *s = self->random, mixed = s[1] * 5, shifted = s[1] << 17;
+    mixed = (mixed << 7 | mixed >> 57) * 9;
+    s[2] ^= s[0];
+    s[3] ^= s[1];
+    s[1] ^= s[2];
+    s[0] ^= s[3];
+    s[2] ^= shifted;
+    s[3] = s[3] << 45 | s[3] >> 19;
+    return mixed;
+}
+
+static void fill_random_id(RequestRing *self, char *id)
+{
+    uint64_t number;
+    do number = next_random(self);
+    while (!number);
+    memcpy(id, &number, 8);
+}
+
+enum { TRACEPARENT = 55, PARENT = 26, NO_PARENT = 0, HAS_PARENT = 1, NOT_PLAIN = 2 };
+
+static int read_hex(char digit)  /* lower case only, as the W3C demands */
+{
+    if (digit >= '0' && digit <= '9') return digit - '0';
+    return digit >= 'a' && digit <= 'f' ? digit - 'a' + 10 : -1;
+}
+
+/* Reads version, trace id, span id and flags of a `traceparent` of version 00. */
+static int read_traceparent(const char *text, Py_ssize_t length, char *parent)
+{
+    static const char none[16] = {0};
+    if (length != TRACEPARENT || memcmp(text, "00-", 3) || text[35] != '-' || text[52] != '-') return NOT_PLAIN;
+    for (int from = 0, to = 0; to < PARENT; to++, from += 2) {
+        if (from == 2 || from == 35 || from == 52) from++;
+        int high = read_hex(text[from]), low = read_hex(text[from + 1]);
+        if (high < 0 || low < 0) return NOT_PLAIN;
+        parent[to] = (char)(high << 4 | low);
+    }
+    if (!memcmp(parent + 1, none, 16) || !memcmp(parent + 17, none, 8)) return NOT_PLAIN;
+    return HAS_PARENT;
+}
+
+/* Looks for a lone `traceparent` among ASGI headers. NOT_PLAIN: the propagators must read them. */
+static int find_parent(PyObject *headers, char *parent)
+{
+    int found = NO_PARENT;
+    Py_ssize_t count = PyList_Size(headers), length;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        PyObject *pair = PyList_GetItem(headers, i);
+        char *text;
+        if (PyTuple_Check(pair) ? PyTuple_Size(pair) != 2 : 1) return NOT_PLAIN;
+        if (PyBytes_AsStringAndSize(PyTuple_GetItem(pair, 0), &text, &length)) { PyErr_Clear(); return NOT_PLAIN; }
+        if ((length == 7 && !memcmp(text, "baggage", 7)) || (length == 10 && !memcmp(text, "tracestate", 10)))
+            return NOT_PLAIN;
+        if (length != 11 || memcmp(text, "traceparent", 11)) continue;
+        if (found != NO_PARENT) return NOT_PLAIN;
+        if (PyBytes_AsStringAndSize(PyTuple_GetItem(pair, 1), &text, &length)) { PyErr_Clear(); return NOT_PLAIN; }
+        found = read_traceparent(text, length, parent);
+        if (found == NOT_PLAIN) return NOT_PLAIN;
+    }
+    return found;
+}
+
+/* open_below_remote(headers, name, at, flags, root_sampled, follows_parent) */
+static PyObject *open_below_remote(RequestRing *self, PyObject *const *arguments, Py_ssize_t count)
+{
+    enum { SAMPLED = 1, REMOTE_PARENT = 2 };  /* `events.SAMPLED`, `events.REMOTE_PARENT` */
+    char parent[PARENT] = {0}, body[2 * PART_BYTES] = {0};
+    struct timespec wall;
+    int size;
+    if (count != 6) return PyErr_Format(PyExc_TypeError, "open_below_remote takes 6 arguments");
+    int found = PyList_Check(arguments[0]) ? find_parent(arguments[0], parent) : NOT_PLAIN;
+    if (found == NOT_PLAIN) Py_RETURN_NONE;
+    int64_t at = PyLong_AsLongLong(arguments[2]);
+    uint16_t flags = (uint16_t)PyLong_AsLong(arguments[3]);
+    int sampled = arguments[4] == Py_True;
+    if (PyErr_Occurred()) return NULL;
+    if (found == HAS_PARENT) {
+        flags |= REMOTE_PARENT;
+        if (arguments[5] == Py_True) sampled = parent[25] & 1;
+        memcpy(body + 16, parent + 1, 16);
+        memcpy(body + 40, parent + 17, 8);
+    } else {
+        fill_random_id(self, body + 16);
+        fill_random_id(self, body + 24);
+    }
+    if (sampled) flags |= SAMPLED;
+    fill_random_id(self, body + 32);
+    fill_random_id(self, body + 48);
+    clock_gettime(CLOCK_REALTIME, &wall);
+    int64_t wall_at = (int64_t)wall.tv_sec * 1000000000 + wall.tv_nsec - read_clock() + at;
+    memcpy(body, &at, 8);
+    memcpy(body + 8, &wall_at, 8);
+    memcpy(body + FLAGS_AT, &flags, 2);
+    if (pack_text(self, body + FLAGS_AT + 8, 'T', arguments[1], &size)) return NULL;
+    uint32_t handle = store_arrival(self, body);
+    return Py_BuildValue("I(y#y#y#y#)Hy#", handle, body + 16, (Py_ssize_t)16, body + 32, (Py_ssize_t)8, body + 40,
+                         (Py_ssize_t)8, body + 48, (Py_ssize_t)8, flags, parent,
+                         (Py_ssize_t)(found == HAS_PARENT ? PARENT : 0));
 }
 
 static PyObject *next_cell(RequestRing *self, PyObject *unused)
@@ -211,19 +368,32 @@ static int init_request_ring(RequestRing *self, PyObject *arguments, PyObject *n
 {
     PyObject *memory, *described, *event, *fields, *strings, *intern, *write_long;
     unsigned long long cells;
-    Py_ssize_t position = 0;
+    unsigned int generation;
+    const char *seed;
+    Py_ssize_t position = 0, seed_length;
     (void)named;
-    if (!PyArg_ParseTuple(arguments, "OKOiO!OO", &memory, &cells, &described, &self->arrival_code,
-                          &PyDict_Type, &strings, &intern, &write_long)) return -1;
+    if (!PyArg_ParseTuple(arguments, "OKLLIy#OiO!OO", &memory, &cells, &self->live_offset, &self->slots, &generation,
+                          &seed, &seed_length, &described, &self->arrival_code, &PyDict_Type, &strings, &intern,
+                          &write_long)) return -1;
     self->strings = strings;
     self->intern = intern;
     self->write_long = write_long;
-    Py_INCREF(self->strings);
-    Py_INCREF(self->intern);
-    Py_INCREF(self->write_long);
+    Py_INCREF(strings);
+    Py_INCREF(intern);
+    Py_INCREF(write_long);
     if (PyObject_GetBuffer(memory, &self->memory, PyBUF_WRITABLE)) return -1;
     self->cells = cells;
-    if (!cells || PAGE + cells * CELL_BYTES > (uint64_t)self->memory.len) return fail_range();
+    if (!cells || seed_length != sizeof self->random || self->slots <= 0 || self->slots > 1 << SLOT_BITS ||
+        PAGE + cells * CELL_BYTES > (uint64_t)self->live_offset ||
+        self->live_offset + self->slots * LIVE_BYTES > self->memory.len) return fail_range();
+    memcpy(self->random, seed, sizeof self->random);
+    self->random[0] |= 1;  /* all zeros would stay zeros */
+    self->free_slots = PyMem_Malloc(2 * self->slots * sizeof(uint32_t));
+    if (self->free_slots == NULL) { PyErr_NoMemory(); return -1; }
+    for (uint32_t slot = 0; slot < self->slots; slot++) {
+        self->free_slots[slot] = slot;
+        self->free_slots[self->slots + slot] = generation;
+    }
     self->layouts = PyDict_New();
     if (self->layouts == NULL) return -1;
     while (PyDict_Next(described, &position, &event, &fields))
@@ -256,6 +426,7 @@ static void free_request_ring(RequestRing *self)
     PyObject_GC_UnTrack(self);
     clear_request_ring(self);
     if (self->memory.obj != NULL) PyBuffer_Release(&self->memory);
+    PyMem_Free(self->free_slots);
     ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
     Py_DECREF(type);
 }
@@ -263,10 +434,18 @@ static void free_request_ring(RequestRing *self)
 static PyMethodDef request_ring_methods[] = {
     {"write_event", (PyCFunction)(void (*)(void))write_event, METH_FASTCALL,
      "write_event(handle, event): writes one request event; raises for an event that does not fit its layout."},
-    {"write_arrival", (PyCFunction)(void (*)(void))write_arrival, METH_FASTCALL,
-     "write_arrival(offset, handle, event): writes the live slot at `offset` and the two cells of an arrival."},
+    {"open_request", (PyCFunction)open_request, METH_O,
+     "open_request(arrived): writes an arrival and returns the request's handle, 0 = no free slot."},
+    {"open_below_remote", (PyCFunction)(void (*)(void))open_below_remote, METH_FASTCALL,
+     "open_below_remote(headers, name, at, flags, root_sampled, follows_parent): opens a request below an own SERVER\n"
+     "span. Returns handle, ids, flags and remote parent; None if the propagators must read the headers."},
+    {"close_request", (PyCFunction)(void (*)(void))close_request, METH_FASTCALL,
+     "close_request(handle, ended): writes the end of a request and frees its slot."},
     {"next_cell", (PyCFunction)next_cell, METH_NOARGS, "next_cell(): reserves a cell and returns its number, from 0."},
     {NULL, NULL, 0, NULL}};
+
+static PyMemberDef request_ring_members[] = {
+    {"in_flight", T_LONGLONG, offsetof(RequestRing, in_flight), READONLY, NULL}, {NULL, 0, 0, 0, NULL}};
 
 static PyType_Slot request_ring_slots[] = {{Py_tp_init, init_request_ring},
                                            {Py_tp_new, PyType_GenericNew},
@@ -274,6 +453,7 @@ static PyType_Slot request_ring_slots[] = {{Py_tp_init, init_request_ring},
                                            {Py_tp_traverse, visit_request_ring},
                                            {Py_tp_clear, clear_request_ring},
                                            {Py_tp_methods, request_ring_methods},
+                                           {Py_tp_members, request_ring_members},
                                            {0, NULL}};
 static PyType_Spec request_ring_spec = {"otel_infer.ringbuffer._native.RequestRing", sizeof(RequestRing), 0,
                                         Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, request_ring_slots};

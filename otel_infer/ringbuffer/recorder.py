@@ -26,6 +26,7 @@ log = logging.getLogger("otel_infer")
 SERVER = "server"
 """Role of a process that may represent its server; another process of it may run an engine only."""
 CHECK_NS = 1_000_000_000
+"""Interval at which an arriving request checks that a reader runs."""
 REPEAT_NS = 60 * CHECK_NS
 """Interval at which lasting state is recorded again, for a restarted reader."""
 MAX_STARTUP_EVENTS = 128
@@ -51,7 +52,7 @@ class Recorder:
         self._make_arena: Callable[[], Arena] | None = None
         self._get_fallback_arena: Callable[[str], Arena | None] = lambda reason: None
         self._ensure_reader: Callable[[], None] = lambda: None
-        self._maintained_at = self._repeated_at = self._deferred_due_at = 0
+        self.maintained_at = self._repeated_at = self._deferred_due_at = 0
         self._step_rings: StepRingAllocator | None = None
         self._free_batch_writers: dict[str, deque[BatchWriter]] = {}
         self._batch_writers: list[BatchWriter] = []
@@ -132,7 +133,7 @@ class Recorder:
 
     def _drop_rings(self) -> None:
         self.requests = self.arena = None
-        self._maintained_at = 0
+        self.maintained_at = 0
         self._retire_batch_writers()
 
     # ── requests ─────────────────────────────────────────────────────────────────────────────────────────────────
@@ -142,7 +143,7 @@ class Recorder:
         if not self.active:
             return 0
         try:
-            if self.requests is not None and arrived.at - self._maintained_at > CHECK_NS:
+            if self.requests is not None and arrived.at - self.maintained_at > CHECK_NS:
                 self._run_maintenance(arrived.at)
             writer = self.requests or self._make_rings()
             return writer.open_request(arrived) if writer is not None else 0
@@ -153,7 +154,7 @@ class Recorder:
             return 0
 
     def _run_maintenance(self, at: int) -> None:
-        self._maintained_at = at
+        self.maintained_at = at
         self._ensure_reader()
         if at - self._repeated_at > REPEAT_NS:
             self._repeated_at = at

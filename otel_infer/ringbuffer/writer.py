@@ -118,7 +118,9 @@ _COMPILED_LAYOUTS = {
 class RequestWriter:
     """Writer of the request ring, live table and string table of one process; any thread may use it."""
 
-    _write_cells_of_arrival: Callable[[int, int, events.RequestArrived], None] | None = None
+    _compiled: Any = None
+    open_below_remote: Callable[[list[tuple[bytes, bytes]], str, int, int, bool, bool], Any] | None = None
+    """Opens a request by its ASGI headers in one call; None where the compiled module is not built."""
 
     def __init__(self, arena: Arena, name: str, role: str, sizes: RingSizes | None = None) -> None:
         sizes = sizes or choose_sizes(arena, lambda s: s.requests_bytes)
@@ -137,19 +139,23 @@ class RequestWriter:
             self.memory, self._strings_offset, sizes.strings, self.words, self._write_empty_cell
         )
         self._strings = self._string_table.ids
-        if native is not None:
-            self._use_compiled_ring(native)
         self._slots = sizes.live_slots
         self._free_slots = deque(range(sizes.live_slots))
         # Random, so that handles of an earlier ring (before a fork, or discarded) match none of this one.
         first = int.from_bytes(os.urandom(4), "little") % layout.GENERATIONS or 1
         self._generations = [first] * sizes.live_slots
+        if native is not None:
+            self._use_compiled_ring(native, first)
 
-    def _use_compiled_ring(self, native: Any) -> None:
-        """Lets compiled code write the cells of all events that fit one, and of arrivals."""
-        ring = native.RequestRing(
+    def _use_compiled_ring(self, native: Any, first_generation: int) -> None:
+        """Lets compiled code give away the slots, and write all events that fit one cell, and arrivals."""
+        ring = self._compiled = native.RequestRing(
             self.memory,
             self._cells,
+            self._live_offset,
+            self._slots,
+            first_generation,
+            os.urandom(32),
             _COMPILED_LAYOUTS,
             _ARRIVED,
             self._strings,
@@ -157,14 +163,20 @@ class RequestWriter:
             self._write_long_event,
         )
         self._next_cell = ring.next_cell
-        self.write_event = ring.write_event  # type: ignore[method-assign]
-        self._write_cells_of_arrival = ring.write_arrival
+        self.write_event, self.open_request, self.close_request = (  # type: ignore[method-assign]
+            ring.write_event,
+            ring.open_request,
+            ring.close_request,
+        )
+        self.open_below_remote = ring.open_below_remote
 
     # ── requests in flight ───────────────────────────────────────────────────────────────────────────────────────
 
     @property
     def in_flight(self) -> int:
         """Returns the number of requests that have a slot."""
+        if self._compiled is not None:
+            return int(self._compiled.in_flight)
         return self._slots - len(self._free_slots)
 
     def open_request(self, arrived: events.RequestArrived) -> int:
@@ -192,9 +204,6 @@ class RequestWriter:
     def _write_arrival(self, slot: int, handle: int, arrived: events.RequestArrived) -> None:
         """Writes the live slot and the two cells of an arrival."""
         offset = self._live_offset + slot * _LIVE_BYTES
-        if self._write_cells_of_arrival is not None:
-            self._write_cells_of_arrival(offset, handle, arrived)
-            return
         at, wall_at, trace, span, parent, server, flags, operation, provider, model, name = arrived
         memory = self.memory
         _LIVE_INTO(memory, offset, handle, flags, 0, at, wall_at, trace, span, parent, server, 0, handle)

@@ -63,7 +63,7 @@ class RequestSpan(trace.Span):
         caller's baggage.
         """
         self._span_ids, self.around = ids, around
-        self.provider_spans = ids.provider_spans
+        self.provider_spans = None if type(ids) is LazySpanIds else ids.provider_spans
         self.handle, self.arrived_at, self.owner = handle, arrived_at, owner
         self.has_server = ids.has_server
         self.chunks = self.send_wait_ns = 0
@@ -197,10 +197,12 @@ class RequestSpan(trace.Span):
             and self._span_ids.parent
         ):
             self._use_parent_context()
-        if http:
-            recorder.close_request(self.handle, tuple.__new__(events.ExchangeEnded, (*end, route, http)))
-        else:
-            recorder.close_request(self.handle, tuple.__new__(events.RequestEnded, end))
+        ended = (
+            tuple.__new__(events.ExchangeEnded, (*end, route, http))
+            if http
+            else tuple.__new__(events.RequestEnded, end)
+        )
+        recorder.close_request(self.handle, ended)
         if not self.handle and self.provider_spans is not None:  # no record will end the spans
             end_spans(self.provider_spans)
 

@@ -82,27 +82,23 @@ Empty = no parent.
 NO_REMOTE_PARENT: RemoteParent = b""
 
 
-class LazySpanIds:
+class LazySpanIds(NamedTuple):
     """The identity of a new request, as ids only.
 
-    The API's contexts are created when they are read, which is rare. `parent`: the span above the request, or
-    above its SERVER span.
+    The API's contexts are created when they are read, which is rare. `ids`: of the trace, the request span,
+    its parent and its SERVER span, as in `SpanIds`. `above`: the span above the request, or above its SERVER
+    span. A tuple, because creating one takes no call.
     """
 
-    __slots__ = ("_parent", "flags", "has_server", "ids", "trace_state")
-    provider_spans = None
+    ids: tuple[bytes, bytes, bytes, bytes]
+    flags: int
+    has_server: bool
+    above: RemoteParent | SpanContext | None = None
+    trace_state: trace.TraceState | None = None
 
-    def __init__(
-        self,
-        ids: tuple[bytes, bytes, bytes, bytes],
-        flags: int,
-        own_server: bool,
-        parent: RemoteParent | SpanContext | None = None,
-        trace_state: trace.TraceState | None = None,
-    ) -> None:
-        """`ids`: of the trace, the request span, its parent and its SERVER span, as in `SpanIds`."""
-        self.ids, self.flags, self.has_server = ids, flags, own_server
-        self._parent, self.trace_state = parent, trace_state
+    @property
+    def provider_spans(self) -> None:
+        """Returns None: no provider's span stands for the request."""
 
     @property
     def request(self) -> SpanContext:
@@ -117,8 +113,8 @@ class LazySpanIds:
     @property
     def parent(self) -> SpanContext | None:
         """Returns the context of the parent span; None if there is none."""
-        parent = self._parent
-        return to_span_context(parent) if isinstance(parent, bytes) else parent
+        above = self.above
+        return to_span_context(above) if isinstance(above, bytes) else above
 
     def _make_context(self, span_id: bytes) -> SpanContext:
         ids = int.from_bytes(self.ids[0], "big"), int.from_bytes(span_id, "big")
@@ -169,6 +165,8 @@ class SpanFactory(Protocol):
     """Creates identities, by the SDK's sampler and id generator or by a user's provider."""
 
     limits: Limits
+    plain_sampler: ConstantSampler | None
+    """The sampler, if it depends at most on the parent's flag, and ids are random; else None."""
 
     def create_span(
         self, name: str, parent: Context, parent_span: SpanContext, own_server: bool, wall_at: int
@@ -196,14 +194,13 @@ class SdkSpanFactory:
 
     def __init__(self, sampler: Any, ids: Any, limits: Limits) -> None:
         self._sampler, self._id_generator, self.limits = sampler, ids, limits
-        self._constant_sampler = _to_constant_sampler(sampler)
-        self._has_random_ids = _is_random_generator(ids)
+        self.plain_sampler = _to_constant_sampler(sampler) if _is_random_generator(ids) else None
 
     def create_span(
         self, name: str, parent: Context, parent_span: SpanContext, own_server: bool, wall_at: int
     ) -> SpanIds | LazySpanIds:
-        constant = self._constant_sampler
-        if constant is not None and self._has_random_ids:
+        constant = self.plain_sampler
+        if constant is not None:
             return make_ids_below_parent(parent_span, constant, own_server)
         trace_id = parent_span.trace_id if parent_span.is_valid else self._id_generator.generate_trace_id()
         kind = SpanKind.SERVER if own_server else SpanKind.INTERNAL
@@ -217,10 +214,8 @@ class SdkSpanFactory:
         return SpanIds(request, server, parent_span if parent_span.is_valid else None, None)
 
     def create_below_remote(self, parent: RemoteParent) -> LazySpanIds | None:
-        constant = self._constant_sampler
-        if constant is None or not self._has_random_ids:
-            return None
-        return make_ids_below_remote(parent, constant)
+        constant = self.plain_sampler
+        return None if constant is None else make_ids_below_remote(parent, constant)
 
     def generate_ids(self) -> tuple[bytes, bytes]:
         trace_id, span_id = self._id_generator.generate_trace_id(), self._id_generator.generate_span_id()
@@ -276,6 +271,7 @@ class ProviderSpanFactory:
     """Creates identities by starting spans of a user's provider; they end once the request is assembled."""
 
     limits = Limits(1 << 30, 1 << 30, 1 << 30)
+    plain_sampler: ConstantSampler | None = None
 
     def __init__(self, tracer: trace.Tracer) -> None:
         self._tracer = tracer

@@ -83,12 +83,17 @@ def _wrap_app(app: App, hook: Hook) -> App:
 
     async def traced_app(scope: Scope, receive: Receive, send: Send) -> Any:
         exchange = _begin_exchange(scope, receive, send, hook, entry_point)
-        if exchange is not None:
-            with exchange:
-                return await app(scope, exchange.receive, exchange.send)
-        if scope.get("type") == "lifespan" and hook.alive and recorder.active:
-            return await Lifespan(send, hook).run(app, scope, receive)
-        return await app(scope, receive, send)
+        if exchange is None:
+            if scope.get("type") == "lifespan" and hook.alive and recorder.active:
+                return await Lifespan(send, hook).run(app, scope, receive)
+            return await app(scope, receive, send)
+        try:
+            result = await app(scope, exchange.receive, exchange.send)
+        except BaseException as exc:
+            exchange.end(exc)
+            raise
+        exchange.end(None)
+        return result
 
     return traced_app
 
@@ -98,7 +103,7 @@ def _begin_exchange(
 ) -> Exchange | UntracedExchange | None:
     """Returns the exchange that begins here; None if it is not recorded, or recorded already further out.
 
-    `entry_point`: None if the exchange begins at the application.
+    `entry_point`: None if the exchange begins at the application, which then calls `begin` itself.
     """
     try:
         kind = scope.get("type")
@@ -118,12 +123,17 @@ def _begin_exchange(
             scope[SCOPE_KEY] = untraced = UntracedExchange(scope, receive, send, hook)
             return untraced
         exchange = Exchange(scope, receive, send, hook, entry_point)
+        scope[SCOPE_KEY] = exchange
         if entry_point is None:
             exchange.deferred = has_provider() and not has_active_span()
-        else:
-            exchange.deferred = entry_point.reached_app and (entry_point.has_tracer or has_provider())
-        scope[SCOPE_KEY] = exchange
-        _watch_loop(entry_point, exchange.arrived_at)
+            event_loop_lag.watch_event_loop()
+            return exchange
+        exchange.deferred = entry_point.reached_app and (entry_point.has_tracer or has_provider())
+        if not exchange.deferred:
+            exchange.begin()
+        if exchange.arrived_at > entry_point.watched_until:  # a started timer runs for at least one interval
+            event_loop_lag.watch_event_loop()
+            entry_point.watched_until = exchange.arrived_at + event_loop_lag.CHECK_INTERVAL_NS // 2
         return exchange
     except BaseException as exc:
         hook.count_failure(exc)
@@ -169,8 +179,15 @@ def _patch_application(original: App, hook: Hook) -> App:
                 if isinstance(exchange, Exchange):
                     is_below = not exchange.deferred and has_active_span()
                     exchange.ambient = is_below and not is_remote_parent_in_other_trace(scope)
-                with exchange:
-                    return await original(self, scope, exchange.receive, exchange.send)
+                if not exchange.deferred:
+                    exchange.begin()
+                try:
+                    result = await original(self, scope, exchange.receive, exchange.send)
+                except BaseException as exc:
+                    exchange.end(exc)
+                    raise
+                exchange.end(None)
+                return result
             if scope.get("type") == "lifespan" and hook.alive and recorder.active:
                 return await Lifespan(send, hook).run(functools.partial(original, self), scope, receive)
             return await original(self, scope, receive, send)
@@ -203,61 +220,59 @@ def _patch_router(original: App, hook: Hook) -> App:
     return call_router
 
 
-def _patch_route_handler(
-    record_route: Callable[[Exchange | UntracedExchange, Any, Scope], None],
-) -> WrapperFactory:
-    """Returns a wrapper factory that records the matched route on the exchange."""
+def _patch_route(original: App, hook: Hook) -> App:
+    """Returns a wrapper that stores the matched route on the exchange."""
 
-    def make_wrapper(original: App, hook: Hook) -> App:
-        def handle_route(self: Any, scope: Scope, receive: Receive, send: Send) -> Awaitable[Any]:
-            exchange = scope.get(SCOPE_KEY)
-            if exchange is not None and hook.alive:
-                try:
-                    record_route(exchange, self, scope)
-                except BaseException as exc:
-                    hook.count_failure(exc)
-            return original(self, scope, receive, send)
+    def handle_route(self: Any, scope: Scope, receive: Receive, send: Send) -> Awaitable[Any]:
+        exchange = scope.get(SCOPE_KEY)
+        if exchange is not None and hook.alive:
+            exchange.route = self
+        return original(self, scope, receive, send)
 
-        return handle_route
-
-    return make_wrapper
+    return handle_route
 
 
-def _set_route(exchange: Exchange | UntracedExchange, route: Any, scope: Scope) -> None:
-    exchange.route = route
+def _patch_included_route(original: App, hook: Hook) -> App:
+    """Returns a wrapper that stores FastAPI's matched route on the exchange.
 
-
-def _add_mount(exchange: Exchange | UntracedExchange, mount: Any, scope: Scope) -> None:
-    exchange.mount_path += mount.path_format.removesuffix("/{path}")
-    exchange.route = None
-
-
-def _set_included_route(exchange: Exchange | UntracedExchange, route: Any, scope: Scope) -> None:
-    # From FastAPI 0.137 on, a route of an included router lacks the prefix of its router.
-    effective = scope.get("fastapi", {}).get("effective_route_context")
-    exchange.route = effective if getattr(effective, "original_route", None) is route else route
-
-
-for _target, _record, _part in (
-    ("starlette.routing:Route.handle", _set_route, "starlette"),
-    ("starlette.routing:Mount.handle", _add_mount, "starlette"),
-    ("fastapi.routing:APIRoute.handle", _set_included_route, "fastapi"),
-):
-    instrumentor.patch_hot_path(_target, reads=ASGI_PARAMETERS, optional=True, part=_part)(
-        _patch_route_handler(_record)
-    )
-
-
-def _watch_loop(entry_point: AsgiEntryPoint | None, now: int) -> None:
-    """Starts the lag timer of this event loop. An entry point repeats it only after half a check interval.
-
-    In between the call is not needed, because a started timer runs for at least one interval.
+    From FastAPI 0.137 on, a route of an included router lacks the prefix of its router.
     """
-    if entry_point is None:
-        event_loop_lag.watch_event_loop()
-    elif now > entry_point.watched_until:
-        event_loop_lag.watch_event_loop()
-        entry_point.watched_until = now + event_loop_lag.CHECK_INTERVAL_NS // 2
+
+    def handle_route(self: Any, scope: Scope, receive: Receive, send: Send) -> Awaitable[Any]:
+        exchange = scope.get(SCOPE_KEY)
+        if exchange is not None and hook.alive:
+            try:
+                effective = scope.get("fastapi", {}).get("effective_route_context")
+                exchange.route = effective if getattr(effective, "original_route", None) is self else self
+            except BaseException as exc:
+                hook.count_failure(exc)
+        return original(self, scope, receive, send)
+
+    return handle_route
+
+
+def _patch_mount(original: App, hook: Hook) -> App:
+    """Returns a wrapper that adds the path of a mounted application to the exchange."""
+
+    def handle_mount(self: Any, scope: Scope, receive: Receive, send: Send) -> Awaitable[Any]:
+        exchange = scope.get(SCOPE_KEY)
+        if exchange is not None and hook.alive:
+            try:
+                exchange.mount_path += self.path_format.removesuffix("/{path}")
+                exchange.route = None
+            except BaseException as exc:
+                hook.count_failure(exc)
+        return original(self, scope, receive, send)
+
+    return handle_mount
+
+
+for _target, _patch, _part in (
+    ("starlette.routing:Route.handle", _patch_route, "starlette"),
+    ("starlette.routing:Mount.handle", _patch_mount, "starlette"),
+    ("fastapi.routing:APIRoute.handle", _patch_included_route, "fastapi"),
+):
+    instrumentor.patch_hot_path(_target, reads=ASGI_PARAMETERS, optional=True, part=_part)(_patch)
 
 
 def _is_excluded(scope: Scope) -> bool:

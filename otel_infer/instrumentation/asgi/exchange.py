@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
@@ -19,13 +20,15 @@ from otel_infer.instrumentation.asgi.parent_context import (
     has_active_span,
     is_current_span,
     is_remote_parent_in_other_trace,
+    open_from_headers,
     parse_remote_parent,
 )
 from otel_infer.instrumentation.asgi.response import Message, Response, Send
 from otel_infer.instrumentation.asgi.route import encode_method_and_route
+from otel_infer.instrumentation.asgi.server_connection import UNKNOWN_CONNECTION, watch_disconnect
 from otel_infer.instrumentation.hooks.probe import Hook
 from otel_infer.ringbuffer import events
-from otel_infer.tracing import caller, context, start
+from otel_infer.tracing import caller, context, request_span, start
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -48,44 +51,57 @@ class Exchange(Response):
     """
 
     __slots__ = (
-        "_receive",
         "_tokens",
         "ambient",
         "arrived_at",
-        "deferred",
         "entry_point",
         "mount_path",
         "reached_app",
+        "receive",
         "root_path",
         "route",
         "route_error",
         "scope",
+        "server_receive",
     )
 
     def __init__(
         self, scope: Scope, receive: Receive, send: Send, hook: Hook, entry_point: AsgiEntryPoint | None
     ) -> None:
         self.arrived_at = _now()
-        super().__init__(send, hook)
-        self.entry_point, self.scope, self._receive = entry_point, scope, receive
+        self.hook, self.entry_point, self.scope = hook, entry_point, scope
+        self.request: request_span.RequestSpan | None = None
         self.ambient = self.deferred = self.reached_app = False
+        self.finishing = self.is_direct = self.is_timed = False
+        self.status = self.disconnected_at = self.completed_at = self.started_at = 0
         self._tokens: Tokens = ()
         self.root_path, self.mount_path = scope.get("root_path") or "", ""
         self.route: Any = None
         self.route_error: Exception | None = None
+        self.server_receive, self.server_send = receive, send
+        self.send = functools.partial(self.send_and_record)
+        # uvicorn drops messages to a client that has left. Only `receive` and this flag show that.
+        owner = getattr(send, "__self__", None)
+        if type(getattr(owner, "disconnected", None)) is bool:
+            self.connection = owner
+            self.receive: Any = receive if watch_disconnect(owner, self) else self.receive_and_record
+        else:
+            self.connection, self.receive = UNKNOWN_CONNECTION, self.receive_and_record
 
-    def __enter__(self) -> Exchange:
-        """Opens the request, unless it is deferred. The application is called inside of this scope."""
-        if not self.deferred:
-            self._tokens = self.open_request(self.ambient)
-        return self
+    def begin(self) -> None:
+        """Opens the request before the application is called."""
+        self._tokens = self.open_request(self.ambient)
 
-    def __exit__(self, kind: object, exc: BaseException | None, trace: object) -> None:
+    def end(self, exc: BaseException | None) -> None:
+        """Closes the request, if it is open, after the application has returned or raised `exc`."""
         if self.request is not None:
             self.close_request(exc)
-        detach_all(self._tokens)
-        # Breaks reference cycles: `send` holds this object, and may hold the scope, which would hold it too.
-        self.send = None
+        for token in self._tokens:
+            context.detach(token)
+        # Breaks reference cycles: `send` and `receive` hold this object, and `send` may hold the scope.
+        self.send = self.receive = None
+        if self.connection is not UNKNOWN_CONNECTION:
+            self.connection.otel_infer_response = None
         self.scope.pop(SCOPE_KEY, None)
 
     def open_request(self, ambient: bool) -> Tokens:
@@ -95,6 +111,12 @@ class Exchange(Response):
             scope, at = self.scope, self.arrived_at
             method, headers = scope.get("method"), scope.get("headers") or ()
             name = method if method in events.METHODS else events.OTHER
+            request = None if ambient else open_from_headers(headers, name, OWNER, at)
+            if request is not None:
+                self.request = request
+                if caller.caller_settings is not tenancy.NO_CALLER_SETTINGS:
+                    caller.record_caller(request, headers, str(scope.get("path", "")))
+                return (request.attach(),)
             remote_parent = None if ambient else parse_remote_parent(headers)
             if remote_parent is not None:
                 request = start.open_request_below_remote(
@@ -145,7 +167,7 @@ class Exchange(Response):
                 )
             if self.entry_point is not None:
                 self.entry_point.reached_app = True
-                if context.current_span() is not self.request:
+                if context.current_context().get(context.SPAN_KEY) is not self.request:
                     self.entry_point.has_tracer = self.entry_point.has_tracer or not is_current_span(
                         self.request
                     )
@@ -160,9 +182,9 @@ class Exchange(Response):
 
     # ── on the way out ───────────────────────────────────────────────────────────────────────────────────────────
 
-    async def receive(self) -> Message:
+    async def receive_and_record(self) -> Message:
         """Calls the server's `receive`, and records a disconnect of the client."""
-        message = await self._receive()
+        message = await self.server_receive()
         try:
             # From the last byte on, servers report "disconnect" also for clients that got the full response.
             if message.get("type") == "http.disconnect" and not self.finishing:
@@ -173,10 +195,9 @@ class Exchange(Response):
 
     def open_deferred_request(self) -> None:
         """Opens a deferred request at the start of its response: a middleware responds."""
-        if self.deferred:
-            self.deferred = False
-            if not has_active_span():
-                detach_all(self.open_request(ambient=False))
+        self.deferred = False
+        if not has_active_span():
+            detach_all(self.open_request(ambient=False))
 
     # ── the end ──────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -12,8 +12,10 @@ from opentelemetry.context import Context
 from opentelemetry.propagators.composite import CompositePropagator
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
+from otel_infer.ringbuffer.events import OWN_SERVER_SPAN
+from otel_infer.ringbuffer.recorder import CHECK_NS, recorder
 from otel_infer.tracing import context, request_span
-from otel_infer.tracing.span_ids import NO_REMOTE_PARENT, RemoteParent
+from otel_infer.tracing.span_ids import NO_REMOTE_PARENT, LazySpanIds, RemoteParent
 
 Tokens = tuple[Any, ...]
 """Context tokens, for `detach_all`."""
@@ -141,6 +143,32 @@ def parse_remote_parent(headers: Iterable[tuple[bytes, bytes]]) -> RemoteParent 
     if parent.startswith(_NO_TRACE, 1) or parent.startswith(_NO_SPAN, 17) or not value.islower():
         return None
     return parent
+
+
+def open_from_headers(
+    headers: Any, name: str, owner: str, arrived_at: int
+) -> request_span.RequestSpan | None:
+    """Opens a request below an own SERVER span by one compiled call; None where that is impossible.
+
+    It is possible for most requests: W3C headers with a lone `traceparent` or none, and a sampler that depends
+    on nothing else.
+    """
+    factory, writer = request_span.span_factory, recorder.requests
+    if factory is None or writer is None or writer.open_below_remote is None or factory.plain_sampler is None:
+        return None
+    if not recorder.active or arrived_at - recorder.maintained_at > CHECK_NS:  # that is due before
+        return None
+    if propagate.get_global_textmap() is not _header_reader.propagator or not _header_reader.is_w3c:
+        return None
+    opened = writer.open_below_remote(headers, name, arrived_at, OWN_SERVER_SPAN, *factory.plain_sampler)
+    if opened is None:
+        return None
+    handle, ids, flags, parent = opened
+    around = context.current_context()
+    if around:
+        around = clear_span_and_baggage(around)
+    identity = tuple.__new__(LazySpanIds, (ids, flags, True, parent, None))
+    return request_span.RequestSpan(identity, handle, arrived_at, owner, around)
 
 
 def extract_context(headers: Iterable[tuple[bytes, bytes]], around: Context) -> Context:

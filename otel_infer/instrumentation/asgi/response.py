@@ -9,7 +9,6 @@ byte and slow readers (`server_connection`). Other servers are timed at each chu
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
@@ -17,7 +16,6 @@ from otel_infer import _clock
 from otel_infer.instrumentation.asgi import response_headers
 from otel_infer.instrumentation.asgi.server_connection import (
     UNKNOWN_CONNECTION,
-    find_connection,
     follow_response,
 )
 from otel_infer.instrumentation.hooks.probe import Hook
@@ -42,6 +40,7 @@ class Response:
     __slots__ = (
         "completed_at",
         "connection",
+        "deferred",
         "disconnected_at",
         "finishing",
         "hook",
@@ -54,27 +53,33 @@ class Response:
         "status",
     )
 
-    def __init__(self, send: Send, hook: Hook) -> None:
-        self.hook, self.server_send = hook, send
-        self.request: request_span.RequestSpan | None = None
-        self.finishing = self.is_direct = self.is_timed = False
-        self.status = self.disconnected_at = self.completed_at = self.started_at = 0
-        self.connection: Any = find_connection(send)
-        self.send: Any = functools.partial(self.send_and_record)
+    hook: Hook
+    server_send: Send
+    request: request_span.RequestSpan | None
+    finishing: bool
+    deferred: bool
+    is_direct: bool
+    is_timed: bool
+    status: int
+    disconnected_at: int
+    completed_at: int
+    started_at: int
+    connection: Any
+    send: Any
 
     async def send_and_record(self, message: Message) -> None:
         """Calls the server's `send` and times it."""
         began_at, request = 0, self.request
         try:
             kind = message.get("type")
-            if kind != "http.response.body":
-                if kind == "http.response.start":
-                    message = self._start_response(message)
-                elif kind == "http.response.pathsend":
-                    self.finishing, began_at = True, _now()
-            elif request is not None:
-                began_at = _now()
-                self._record_chunk(request, message, began_at)
+            if kind == "http.response.body":
+                if request is not None:
+                    began_at = _now()
+                    self._record_chunk(request, message, began_at)
+            elif kind == "http.response.start":
+                message = self._start_response(message)
+            elif kind == "http.response.pathsend":
+                self.finishing, began_at = True, _now()
         except BaseException as exc:
             # Any other message is the application's error, which the server raises.
             if isinstance(message, MutableMapping):
@@ -95,24 +100,23 @@ class Response:
             self.finishing = True
         if self.connection.disconnected:
             self.disconnected_at = self.disconnected_at or at
-        elif message.get("body"):
-            if request.inspect_next_chunk:
-                self._record_first_chunk(request, at)
-            request.chunks += 1
-            if not self.finishing:
-                self._send_directly(request)
-
-    def _record_first_chunk(self, request: request_span.RequestSpan, at: int) -> None:
-        request.inspect_next_chunk = False
-        if not request.responding:
-            request.responding = True
-            if self.finishing:
-                self.started_at = at  # recorded with the end, which follows
-            else:
-                request.record_event(events.ResponseStarted(at))
-        if request.tokens_reached and not request.first_token_sent:
-            request.first_token_sent = True
-            request.record_event(events.FirstTokenSent(at))
+            return
+        if not message.get("body"):
+            return
+        request.chunks += 1
+        if request.inspect_next_chunk:
+            request.inspect_next_chunk = False
+            if not request.responding:
+                request.responding = True
+                if self.finishing:
+                    self.started_at = at  # recorded with the end, which follows
+                else:
+                    request.record_event(events.make_tuple(events.ResponseStarted, (at,)))
+            if request.tokens_reached and not request.first_token_sent:
+                request.first_token_sent = True
+                request.record_event(events.make_tuple(events.FirstTokenSent, (at,)))
+        if not self.finishing:
+            self._send_directly(request)
 
     # ── chunks without a frame of ours ───────────────────────────────────────────────────────────────────────────
 
@@ -142,7 +146,8 @@ class Response:
 
     def _start_response(self, message: Message) -> Message:
         """Reads the start message of the response. Returns it, with tracing headers if they are enabled."""
-        self.open_deferred_request()
+        if self.deferred:
+            self.open_deferred_request()
         if self.connection.disconnected:
             self.disconnected_at = self.disconnected_at or _now()
         status = message.get("status")

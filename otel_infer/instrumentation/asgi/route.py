@@ -17,6 +17,10 @@ def encode_method_and_route(
     http = events.HTTP_CODES.get((method, scheme))
     if http is None:
         http = events.HTTP_CODES[_to_known_names(method, scheme)]
+    if route is not None and not mount_path and not root_path:  # nearly always; this saves a call
+        path = getattr(route, "path_format", None)
+        if type(path) is str:
+            return http, path
     return http, _find_template(route, root_path, mount_path)
 
 

@@ -45,19 +45,17 @@ class NoConnection:
 UNKNOWN_CONNECTION = NoConnection()
 
 
-def find_connection(send: Callable[..., Any]) -> Any:
-    """Returns the server's object that owns `send`, if it reports a disconnected client.
-
-    uvicorn drops messages to a client that has left. Only `receive` and this flag show that.
-    """
-    owner = getattr(send, "__self__", None)
-    if owner is not None and type(getattr(owner, "disconnected", None)) is bool:
-        return owner
-    return UNKNOWN_CONNECTION
+def watch_disconnect(connection: Any, response: DirectResponse) -> bool:
+    """Reports a disconnect of this connection to `response`; returns False if no hook of ours can."""
+    hook = _hooks.get(type(connection).__module__)
+    if hook is None or not hook.alive:
+        return False
+    connection.otel_infer_response = response
+    return True
 
 
 def follow_response(send: Callable[..., Any], response: DirectResponse) -> bool:
-    """Reports the last byte and a disconnect to `response` from now on.
+    """Reports the last byte to `response` from now on.
 
     Returns False if the hooks on this server are not installed.
     """
@@ -66,9 +64,10 @@ def follow_response(send: Callable[..., Any], response: DirectResponse) -> bool:
     hook, flow = _hooks.get(module), _hooks.get(FLOWS.get(module, ""))
     if hook is None or flow is None or not (hook.alive and flow.alive):
         return False
-    if module != HYPERCORN:
+    if module == HYPERCORN:
+        owner.otel_infer_response = response  # type: ignore[union-attr]
+    else:
         _follow_cycle(owner, response)
-    owner.otel_infer_response = response  # type: ignore[union-attr]
     return True
 
 
@@ -77,7 +76,6 @@ def _follow_cycle(cycle: Any, response: DirectResponse) -> None:
     on_response = cycle.on_response
 
     def end_response() -> None:
-        cycle.otel_infer_response = None
         response.record_last_byte(_clock.now())
         on_response()
 

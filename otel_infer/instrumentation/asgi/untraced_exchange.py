@@ -46,10 +46,11 @@ class UntracedExchange:
         self.route: Any = None
         self.root_path, self.mount_path = scope.get("root_path") or "", ""
 
-    def __enter__(self) -> UntracedExchange:
-        return self
+    def begin(self) -> None:
+        """Does nothing: nothing is opened."""
 
-    def __exit__(self, kind: object, exc: BaseException | None, trace: object) -> None:
+    def end(self, exc: BaseException | None) -> None:
+        """Counts the request, after the application has returned or raised `exc`."""
         self.scope.pop(SCOPE_KEY, None)
         try:
             if not self._is_counted_elsewhere:

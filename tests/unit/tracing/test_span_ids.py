@@ -107,9 +107,9 @@ def test_constant_sampler_shortcut_matches_the_sampler(
 ) -> None:
     context = trace.set_span_in_context(NonRecordingSpan(parent))
     factory = SdkSpanFactory(sampler, RandomIdGenerator(), Limits())
-    assert factory._constant_sampler is not None
+    assert factory.plain_sampler is not None
     shortcut = factory.create_span("POST", context, parent, own_server, 0)
-    factory._constant_sampler = None
+    factory.plain_sampler = None
     sampled = factory.create_span("POST", context, parent, own_server, 0)
     assert shortcut.request.trace_flags == sampled.request.trace_flags
     assert (shortcut.request.trace_state or None) == (sampled.request.trace_state or None)
@@ -134,9 +134,7 @@ def test_custom_sampler_has_no_constant_shortcut() -> None:
         def __eq__(self, other: object) -> bool:
             return True
 
-    assert (
-        SdkSpanFactory(Odd(sampling.Decision.DROP), RandomIdGenerator(), Limits())._constant_sampler is None
-    )
+    assert SdkSpanFactory(Odd(sampling.Decision.DROP), RandomIdGenerator(), Limits()).plain_sampler is None
 
 
 def test_seeded_random_does_not_repeat_ids() -> None:

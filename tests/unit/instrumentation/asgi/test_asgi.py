@@ -989,8 +989,9 @@ async def test_traceresponse_names_the_request_under_another_server_span(
     seen = exchange.Exchange(client.scope, client.receive, client.send, Hook("test"), None)
     with TracerProvider().get_tracer("test").start_as_current_span("other") as span:
         seen.ambient = True
-        with seen:
-            await sending(START, LAST)(client.scope, seen.receive, seen.send)
+        seen.begin()
+        await sending(START, LAST)(client.scope, seen.receive, seen.send)
+        seen.end(None)
     trace_id, request = (
         f"{span.get_span_context().trace_id:032x}",
         with_response_headers.one.arrived.span_id.hex(),
