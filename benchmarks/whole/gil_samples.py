@@ -1,0 +1,148 @@
+"""Who holds the GIL of a server: samples of its processes by py-spy, with native frames.
+
+    py-spy record --gil --native --subprocesses --full-filenames --format raw
+
+A sample is ours if its innermost library is otel_infer. The interpreter, the C library and those parts of the standard
+library that only work for their caller (struct, time, …) are no library here: a sample inside them belongs to the frame
+above. Parts of the standard library that run other code (asyncio, threading, queue, …) are libraries, because hooks wrap
+and call them. wrapt and OpenTelemetry count as ours below a frame of ours.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import otel_infer
+from benchmarks.whole.switched_server import SIDECAR
+
+SAMPLES = 10_000
+RECORD_S = 30.0
+PACKAGE = str(Path(otel_infer.__file__).parent) + "/"
+STDLIB = sysconfig.get_path("stdlib") + "/"
+FRAME = re.compile(r"^(?P<name>.*) \((?P<file>[^()]*?)(?::(?P<line>\d+))?\)$")
+RUNS_OTHER_CODE = re.compile(
+    r"^(asyncio|concurrent|multiprocessing|logging)/|^(threading|queue|selectors|socket|socketserver|ssl)\.py$"
+)
+"""Parts of the standard library, below its folder, that are libraries of their own."""
+NATIVE_LIBRARIES = re.compile(r"/_?(asyncio|queue|ssl|socket|select)(module)?\.(c|h|cpython\S*so)$")
+"""Modules of the interpreter that are libraries of their own."""
+INTERPRETER = re.compile(r"/libpython[^/]*$|/(Modules|Objects|Python|Include|Parser)/|/lib-dynload/|/bin/python[\d.]*$")
+SYSTEM = re.compile(r"^(/usr)?/lib(64)?/|^\[|/sysdeps/|^\./")
+NO_LIBRARY_OF_ITS_OWN = re.compile(r"/site-packages/(opentelemetry|wrapt|typing_extensions)[/.]")
+
+
+@dataclass
+class GilShares:
+    """Counts of samples: all, and ours by the frame of ours that was entered last; and the same by process."""
+
+    total: int = 0
+    ours: Counter[str] = field(default_factory=Counter)
+    processes: dict[str, list[int]] = field(default_factory=dict)
+
+    def add_samples(self, samples: Iterable[str], symbols: frozenset[str] = frozenset()) -> None:
+        """Adds the lines of a raw recording; those of a sidecar are left out."""
+        for line in samples:
+            stack, _, count = line.rstrip().rpartition(" ")
+            process, *frames = split_stack(stack)
+            if SIDECAR in process:
+                continue
+            place = find_our_place(frames, symbols)
+            self.total += int(count)
+            counts = self.processes.setdefault(process.partition(":")[0], [0, 0])
+            counts[0] += int(count)
+            if place is not None:
+                self.ours[place] += int(count)
+                counts[1] += int(count)
+
+    @property
+    def share(self) -> float:
+        """Our share of all samples."""
+        return self.ours.total() / self.total if self.total else float("nan")
+
+
+def split_stack(stack: str) -> list[str]:
+    """Returns the process and the frames, outermost first. The command of a process may contain semicolons."""
+    match = re.match(r'^(process \d+:".*?")(?:;|$)', stack)
+    if match is None:
+        return ["process ?", *stack.split(";")]
+    rest = stack[match.end() :]
+    return [match[1], *(rest.split(";") if rest else [])]
+
+
+def find_our_place(frames: Sequence[str], symbols: frozenset[str] = frozenset()) -> str | None:
+    """Returns the frame of ours whose library is the innermost one; None if that is another library."""
+    for frame in reversed(frames):
+        owner = find_owner(frame, symbols)
+        if owner is not None:
+            return re.sub(r":\d+\)$", ")", frame.replace(PACKAGE, "")) if owner else None
+    return None
+
+
+def find_owner(frame: str, symbols: frozenset[str] = frozenset()) -> bool | None:
+    """Returns whether a frame is ours; None for a frame that belongs to its caller."""
+    match = FRAME.match(frame)
+    if match is None:
+        return None
+    name, file = match["name"], match["file"]
+    if file.startswith(PACKAGE) or name in symbols:
+        return True
+    if NATIVE_LIBRARIES.search(file):
+        return False
+    if file.startswith(STDLIB) and "/site-packages/" not in file and "/lib-dynload/" not in file:
+        return False if RUNS_OTHER_CODE.search(file.removeprefix(STDLIB)) else None
+    if SYSTEM.search(file) or INTERPRETER.search(file) or NO_LIBRARY_OF_ITS_OWN.search(file):
+        return None
+    return None if file.startswith(("<", "?")) else False
+
+
+def list_our_symbols() -> frozenset[str]:
+    """Returns the functions of our compiled modules, whose frames may show the file of their source."""
+    modules = [str(path) for path in Path(PACKAGE).rglob("*.so")]
+    if not modules or shutil.which("nm") is None:
+        return frozenset()
+    output = subprocess.run(["nm", "--defined-only", *modules], capture_output=True, text=True).stdout
+    return frozenset(line.split()[2] for line in output.splitlines() if re.match(r"\w+ [tT] ", line))
+
+
+def find_py_spy() -> str:
+    """Returns the path of py-spy, beside this interpreter or on PATH. Raises SystemExit if there is none."""
+    beside = Path(sys.executable).with_name("py-spy")
+    found = str(beside) if beside.exists() else shutil.which("py-spy")
+    if found is None:
+        raise SystemExit("py-spy is not installed: pip install 'otel-infer[bench]'")
+    return found
+
+
+def record_samples(pid: int, folder: Path, rate: int, samples: int, max_s: float) -> tuple[GilShares, str]:
+    """Samples a process and its descendants until there are enough samples. Returns also what was not possible."""
+    shares, symbols, taken_s, missing = GilShares(), list_our_symbols(), 0.0, ""
+    while shares.total < samples and taken_s < max_s:
+        output = folder / "samples.raw"
+        output.unlink(missing_ok=True)
+        duration = int(min(RECORD_S, max(max_s - taken_s, 5)))
+        completed = _run_py_spy(pid, output, rate, duration, "" if missing else "--native")
+        if not output.exists() and not missing:
+            missing = f"without native frames ({completed.stderr.strip().splitlines()[-1:]})"
+            continue
+        if not output.exists():
+            raise RuntimeError(f"py-spy failed: {completed.stderr[-2000:]}")
+        shares.add_samples(output.read_text().splitlines(), symbols)
+        taken_s += duration
+    return shares, missing
+
+
+def _run_py_spy(pid: int, output: Path, rate: int, seconds: int, native: str) -> Any:
+    command = [find_py_spy(), "record", "--gil", "--subprocesses", "--full-filenames", "--format", "raw"]
+    command += ["--rate", str(rate), "--duration", str(seconds), "--pid", str(pid), "--output", str(output)]
+    return subprocess.run(
+        [*command, *filter(None, (native,))], capture_output=True, text=True, stdin=subprocess.DEVNULL
+    )
