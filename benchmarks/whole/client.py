@@ -2,15 +2,17 @@
 
 python -m benchmarks.whole.client PORT KIND NUMBER OPTIONS
 
-`streams`: NUMBER closed loops read streamed completions. `requests`: NUMBER requests per second, sent when they are due,
-whether or not earlier ones were answered. Each line on standard input is a file, to which the measurements since the
+`streams`: NUMBER closed loops read streamed completions. `requests`: NUMBER requests per second, each at a random
+time of its turn, whether or not earlier ones were answered. Each line on standard input is a file, to which the measurements since the
 last line are written, or `drop`. Each is answered by a line. The process ends with its standard input.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
+import os
 import random
 import sys
 import threading
@@ -103,7 +105,9 @@ async def run_requests(port: int, number: int, options: dict[str, Any], measured
             connection = idle.pop() if idle else await asyncio.open_connection("127.0.0.1", port)
             reader, writer = connection
             body = json.dumps({"text": text}).encode()
-            writer.write(HEAD.format(path=options["path"], kept="keep-alive", length=len(body)).encode() + body)
+            writer.write(
+                HEAD.format(path=options["path"], kept="keep-alive", length=len(body)).encode() + body
+            )
             head = await reader.readuntil(b"\r\n\r\n")
             length = int(head.lower().partition(b"content-length:")[2].split(b"\r\n", 1)[0])
             await reader.readexactly(length)
@@ -114,9 +118,9 @@ async def run_requests(port: int, number: int, options: dict[str, Any], measured
         measured.columns["firsts"].append(time.perf_counter() - due)
         idle.append(connection)
 
-    chance, due = random.Random(1), time.perf_counter()
-    while True:
-        due += chance.expovariate(number)
+    chance, began = random.Random(1), time.perf_counter()
+    for turn in itertools.count():
+        due = began + (turn + chance.random()) / number
         await asyncio.sleep(max(due - time.perf_counter(), 0))
         task = asyncio.create_task(send(f"{chance.getrandbits(32):08x} {WORDS * 4}", due))
         sending.add(task)
@@ -130,13 +134,14 @@ def main(port: int, kind: str, number: int, options: dict[str, Any]) -> None:
     """Runs the load in a thread, and answers commands."""
     measured = Measurements()
     loop = asyncio.new_event_loop()
-    loop.create_task(KINDS[kind](port, number, options, measured))
-    threading.Thread(target=loop.run_forever, daemon=True).start()
+    load = KINDS[kind](port, number, options, measured)
+    threading.Thread(target=loop.run_until_complete, args=(load,), daemon=True).start()
     for line in sys.stdin:
         taken = measured.take()
         if line.strip() != "drop":
             np.savez(line.strip(), errors=taken["errors"], **taken["columns"])
         print("done", flush=True)
+    os._exit(0)  # the loop runs in a thread and would complain of its tasks
 
 
 if __name__ == "__main__":

@@ -35,17 +35,20 @@ RUNS_OTHER_CODE = re.compile(
 """Parts of the standard library, below its folder, that are libraries of their own."""
 NATIVE_LIBRARIES = re.compile(r"/_?(asyncio|queue|ssl|socket|select)(module)?\.(c|h|cpython\S*so)$")
 """Modules of the interpreter that are libraries of their own."""
-INTERPRETER = re.compile(r"/libpython[^/]*$|/(Modules|Objects|Python|Include|Parser)/|/lib-dynload/|/bin/python[\d.]*$")
+INTERPRETER = re.compile(
+    r"/libpython[^/]*$|/(Modules|Objects|Python|Include|Parser)/|/lib-dynload/|/bin/python[\d.]*$"
+)
 SYSTEM = re.compile(r"^(/usr)?/lib(64)?/|^\[|/sysdeps/|^\./")
 NO_LIBRARY_OF_ITS_OWN = re.compile(r"/site-packages/(opentelemetry|wrapt|typing_extensions)[/.]")
 
 
 @dataclass
 class GilShares:
-    """Counts of samples: all, and ours by the frame of ours that was entered last; and the same by process."""
+    """Counts of samples: all, ours by hook and by innermost function, and (all, ours) of each process."""
 
     total: int = 0
-    ours: Counter[str] = field(default_factory=Counter)
+    hooks: Counter[str] = field(default_factory=Counter)
+    functions: Counter[str] = field(default_factory=Counter)
     processes: dict[str, list[int]] = field(default_factory=dict)
 
     def add_samples(self, samples: Iterable[str], symbols: frozenset[str] = frozenset()) -> None:
@@ -55,18 +58,19 @@ class GilShares:
             process, *frames = split_stack(stack)
             if SIDECAR in process:
                 continue
-            place = find_our_place(frames, symbols)
+            ours = find_our_frames(frames, symbols)
             self.total += int(count)
             counts = self.processes.setdefault(process.partition(":")[0], [0, 0])
             counts[0] += int(count)
-            if place is not None:
-                self.ours[place] += int(count)
+            if ours:
+                self.hooks[ours[0]] += int(count)
+                self.functions[ours[-1]] += int(count)
                 counts[1] += int(count)
 
     @property
     def share(self) -> float:
         """Our share of all samples."""
-        return self.ours.total() / self.total if self.total else float("nan")
+        return self.hooks.total() / self.total if self.total else float("nan")
 
 
 def split_stack(stack: str) -> list[str]:
@@ -78,13 +82,16 @@ def split_stack(stack: str) -> list[str]:
     return [match[1], *(rest.split(";") if rest else [])]
 
 
-def find_our_place(frames: Sequence[str], symbols: frozenset[str] = frozenset()) -> str | None:
-    """Returns the frame of ours whose library is the innermost one; None if that is another library."""
+def find_our_frames(frames: Sequence[str], symbols: frozenset[str] = frozenset()) -> list[str]:
+    """Returns our frames below the last frame of any other library, outermost first; none if that is the innermost."""
+    ours: list[str] = []
     for frame in reversed(frames):
         owner = find_owner(frame, symbols)
-        if owner is not None:
-            return re.sub(r":\d+\)$", ")", frame.replace(PACKAGE, "")) if owner else None
-    return None
+        if owner is False:
+            break
+        if owner:
+            ours.append(re.sub(r":\d+\)$", ")", frame.replace(PACKAGE, "")))
+    return ours[::-1]
 
 
 def find_owner(frame: str, symbols: frozenset[str] = frozenset()) -> bool | None:

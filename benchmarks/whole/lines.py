@@ -6,7 +6,7 @@ import math
 from typing import NamedTuple
 
 from benchmarks import verdict
-from benchmarks.verdict import Figure, Gate, Line, make_line
+from benchmarks.verdict import Control, Figure, Gate, Line, make_line
 from benchmarks.whole.gil_samples import SAMPLES
 from benchmarks.whole.measurement import ServerResult
 from benchmarks.whole.servers import ServedLoad
@@ -34,53 +34,57 @@ LOSSES = (
 
 def make_lines(served: ServedLoad, result: ServerResult, is_quick: bool) -> list[Line]:
     """Returns the rows of a server; those that are not applicable are left out."""
-    lines = make_loss_lines(served, result, is_quick)
-    lines.append(make_cpu_line(served, result, is_quick))
-    lines.append(_make_sidecar_line(served, result, is_quick))
-    lines.append(_make_samples_line(served, result))
-    return lines
+    too_short = Control("too short", False) if is_quick else None
+    return [
+        *make_round_lines(served, result, too_short),
+        _make_sidecar_line(served, result, too_short),
+        _make_samples_line(served, result, too_short),
+    ]
 
 
 def are_rounds_conclusive(served: ServedLoad, result: ServerResult) -> bool:
     """Returns whether every gated row of the rounds has a verdict."""
-    lines = [*make_loss_lines(served, result, False), make_cpu_line(served, result, False)]
-    return all(line.verdict != verdict.INCONCLUSIVE for line in lines)
+    return all(line.verdict != verdict.INCONCLUSIVE for line in make_round_lines(served, result))
 
 
-def make_loss_lines(served: ServedLoad, result: ServerResult, is_quick: bool) -> list[Line]:
-    """Returns what is lost of the load, %."""
-    lines = []
-    for loss in LOSSES:
-        if loss.figure.startswith("gap") and served.kind != "streams":
-            continue
-        pairs = [(pair["on"][loss.figure], pair["off"][loss.figure]) for pair in result.rounds]
-        figure = verdict.estimate_median(
-            [100 * ((on / off - 1) if loss.is_more_worse else (1 - on / off)) for on, off in pairs]
-        )
-        first = "time to the first token" if served.kind == "streams" else "time to the answer"
-        claim = f"{served.title}: {loss.claim.format(unit=served.unit, first=first)}"
-        lines.append(make_gated_line(claim, "%", figure, Gate(loss.gate), is_quick, _describe_off(loss, pairs)))
-    return lines
+def make_round_lines(served: ServedLoad, result: ServerResult, control: Control | None = None) -> list[Line]:
+    """Returns what is lost of the load, and the CPU time of the server. A failed request leaves no conclusion."""
+    failed = sum(pair[state]["errors"] for pair in result.rounds for state in ("on", "off"))
+    control = Control(f"{failed:.0f} requests failed", False) if failed else control
+    lines = [
+        _make_loss_line(served, loss, result, control)
+        for loss in LOSSES
+        if served.kind == "streams" or not loss.figure.startswith("gap")
+    ]
+    return [*lines, _make_cpu_line(served, result, control)]
 
 
-def make_cpu_line(served: ServedLoad, result: ServerResult, is_quick: bool) -> Line:
-    """Returns the CPU time that the server takes more for a token or a request, µs."""
+def _make_loss_line(served: ServedLoad, loss: Loss, result: ServerResult, control: Control | None) -> Line:
+    pairs = [(pair["on"][loss.figure], pair["off"][loss.figure]) for pair in result.rounds]
+    shares = [on / off - 1 if loss.is_more_worse else 1 - on / off for on, off in pairs]
+    first = "time to the first token" if served.kind == "streams" else "time to the answer"
+    claim = f"{served.title}: {loss.claim.format(unit=served.unit, first=first)}"
+    figure = verdict.estimate_median(shares).scale_by(100)
+    return make_gated_line(claim, "%", figure, Gate(loss.gate), control, _describe_off(loss, pairs))
+
+
+def _make_cpu_line(served: ServedLoad, result: ServerResult, control: Control | None) -> Line:
     costs = [(pair["on"]["cpu"] - pair["off"]["cpu"]) * 1e6 for pair in result.rounds]
     bare = verdict.estimate_median([pair["off"]["cpu"] * 1e6 for pair in result.rounds])
-    claim = f"{served.title}: CPU of the server per {served.unit}"
-    note = f"{bare.value:.0f} µs without hooks"
+    claim, note = f"{served.title}: CPU of the server per {served.unit}", f"{bare.value:.0f} µs without hooks"
     figure = verdict.estimate_median(costs)
-    if served.is_cpu_gated:
-        return make_gated_line(claim, "µs", figure, CPU_GATE, is_quick, note)
-    return make_line(claim, "µs", figure, note=note)
+    if not served.is_cpu_gated:
+        return make_line(claim, "µs", figure, control=control, note=note)
+    return make_gated_line(claim, "µs", figure, CPU_GATE, control, note)
 
 
 def make_gated_line(
-    claim: str, unit: str, figure: Figure, gate: Gate, is_quick: bool = False, note: str = ""
+    claim: str, unit: str, figure: Figure, gate: Gate, control: Control | None = None, note: str = ""
 ) -> Line:
     """Returns a row that is judged by its estimate."""
-    line = make_line(claim, unit, figure, gate, note=note)
-    line.verdict = verdict.INCONCLUSIVE if is_quick else judge_estimate(figure, gate.limit)
+    line = make_line(claim, unit, figure, gate, control, note)
+    if control is None or control.holds:
+        line.verdict = judge_estimate(figure, gate.limit)
     return line
 
 
@@ -100,19 +104,26 @@ def _describe_off(loss: Loss, pairs: list[tuple[float, float]]) -> str:
     return f"{shown} without hooks, {len(pairs)} rounds"
 
 
-def _make_sidecar_line(served: ServedLoad, result: ServerResult, is_quick: bool) -> Line:
+def _make_sidecar_line(served: ServedLoad, result: ServerResult, control: Control | None) -> Line:
     figure = verdict.estimate_median([100 * share / CORES for share in result.sidecar])
-    line = make_line(f"{served.title}: sidecar, share of both cores", "%", figure, SIDECAR_GATE)
-    line.verdict = verdict.INCONCLUSIVE if is_quick else _judge_exact(figure.value, SIDECAR_GATE)
-    return line
+    claim = f"{served.title}: sidecar, share of both cores"
+    return _make_exact_line(claim, figure, SIDECAR_GATE, control)
 
 
-def _make_samples_line(served: ServedLoad, result: ServerResult) -> Line:
-    total, ours = result.samples["total"], result.samples["ours"]
-    figure = _estimate_share(ours, total)
-    line = make_line(f"{served.title}: samples of who holds the GIL that are ours", "%", figure, GIL_GATE)
-    line.verdict = _judge_exact(figure.value, GIL_GATE) if total >= SAMPLES else verdict.INCONCLUSIVE
-    line.note = describe_samples(result)
+def _make_samples_line(served: ServedLoad, result: ServerResult, control: Control | None) -> Line:
+    total = result.samples["total"]
+    if total < SAMPLES:
+        control = Control(f"{total:,} samples", False)
+    claim = f"{served.title}: samples of who holds the GIL that are ours"
+    figure = _estimate_share(result.samples["ours"], total)
+    return _make_exact_line(claim, figure, GIL_GATE, control, describe_samples(result))
+
+
+def _make_exact_line(claim: str, figure: Figure, gate: Gate, control: Control | None, note: str = "") -> Line:
+    """Returns a row that is judged by its value alone."""
+    line = make_line(claim, "%", figure, gate, control, note)
+    if control is None or control.holds:
+        line.verdict = verdict.PASS if figure.value <= gate.limit else verdict.FAIL
     return line
 
 
@@ -125,7 +136,7 @@ def describe_samples(result: ServerResult, places: int = 8) -> str:
         parts.append(samples["missing"])
     if len(samples["processes"]) > 1:
         parts += [f"{name} {ours} of {all_:,}" for name, (all_, ours) in samples["processes"].items()]
-    return "; ".join(parts + [f"{100 * n / total:.2f} % {place}" for place, n in samples["places"][:places]])
+    return "; ".join(parts + [f"{100 * n / total:.2f} % {place}" for place, n in samples["hooks"][:places]])
 
 
 def _estimate_share(count: int, total: int) -> Figure:
@@ -136,7 +147,3 @@ def _estimate_share(count: int, total: int) -> Figure:
     centre = (share + z * z / (2 * total)) / (1 + z * z / total)
     width = z * math.sqrt(share * (1 - share) / total + z * z / (4 * total * total)) / (1 + z * z / total)
     return Figure(100 * share, 100 * (centre - width), 100 * (centre + width))
-
-
-def _judge_exact(value: float, gate: Gate) -> str:
-    return verdict.PASS if value <= gate.limit else verdict.FAIL

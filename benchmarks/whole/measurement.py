@@ -97,7 +97,9 @@ def measure_server(
         time.sleep(plan.warm_up_s)
         warm = load.measure_block(plan.warm_up_s)
         if not warm.units or warm.errors:
-            raise RuntimeError(f"{served.name}: {warm.units} units, {warm.errors} errors\n{server.read_log()}")
+            raise RuntimeError(
+                f"{served.name}: {warm.units} units, {warm.errors} errors\n{server.read_log()}"
+            )
         if not result.sidecar:
             result.sidecar = measure_sidecar(server, plan)
             result.save(path)
@@ -175,14 +177,15 @@ def measure_sidecar(server: SwitchedServer, plan: Plan) -> list[float]:
 
 
 def sample_server(server: SwitchedServer, folder: Path, rate: int, plan: Plan) -> dict[str, Any]:
-    """Returns the counts of samples with hooks installed: all, ours, by place and by process."""
+    """Returns the counts of samples with hooks installed: all, ours, ours by hook and by function, and by process."""
     server.set_hooks(True)
     pid = server.find_main_process()
     shares, missing = gil_samples.record_samples(pid, folder, rate, plan.samples, plan.samples_s)
     return {
         "total": shares.total,
-        "ours": shares.ours.total(),
-        "places": shares.ours.most_common(TOP_PLACES),
+        "ours": shares.hooks.total(),
+        "hooks": shares.hooks.most_common(TOP_PLACES),
+        "functions": shares.functions.most_common(TOP_PLACES),
         "processes": shares.processes,
         "missing": missing,
     }

@@ -60,7 +60,7 @@ def _name_streams(number: int) -> str:
 
 
 def _serve_transformers(number: int) -> ServedLoad:
-    command = f"serve {{model}} --host 127.0.0.1 --port {{port}} --device cpu --continuous-batching"
+    command = "serve {model} --host 127.0.0.1 --port {port} --device cpu --continuous-batching"
     sizes = "--cb-num-blocks 256 --cb-max-batch-tokens 512"
     main = (sys.executable, "-c", "from transformers.cli.transformers import main; main()")
     return ServedLoad(

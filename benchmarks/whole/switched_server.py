@@ -84,7 +84,9 @@ class SwitchedServer:
         before = {pid: self._read_state(pid) for pid in self.list_processes()}
         deaf = [pid for pid, state in before.items() if state is None and _is_python(pid)]
         if deaf:
-            raise RuntimeError(f"no process may run without the switch: {[_read_command(pid) for pid in deaf]}")
+            raise RuntimeError(
+                f"no process may run without the switch: {[_read_command(pid) for pid in deaf]}"
+            )
         wanted = "on" if is_on else "off"
         listening = {pid: state[0] for pid, state in before.items() if state is not None}
         for pid in listening:
