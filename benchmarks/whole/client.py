@@ -102,6 +102,8 @@ async def run_requests(port: int, number: int, options: dict[str, Any], measured
 
     async def send(text: str, due: float) -> None:
         try:
+            while idle and idle[-1][0].at_eof():  # the server closes what is idle for some seconds
+                idle.pop()[1].close()
             connection = idle.pop() if idle else await asyncio.open_connection("127.0.0.1", port)
             reader, writer = connection
             body = json.dumps({"text": text}).encode()

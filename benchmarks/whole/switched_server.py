@@ -80,24 +80,22 @@ class SwitchedServer:
 
     def set_hooks(self, is_on: bool) -> None:
         """Installs or removes all hooks, in every process of the server, and waits until each has acknowledged it.
-        Raises RuntimeError if a process did not listen, did not acknowledge, or if none has hooks."""
-        before = {pid: self._read_state(pid) for pid in self.list_processes()}
-        deaf = [pid for pid, state in before.items() if state is None and _is_python(pid)]
+        Raises RuntimeError if a process does not listen, does not acknowledge, or if none has hooks."""
+        pids = [pid for pid in self.list_processes() if _is_python(pid)]
+        before = {pid: self._read_state(pid) for pid in pids}
+        deaf = [_read_command(pid) for pid, state in before.items() if state is None]
         if deaf:
-            raise RuntimeError(
-                f"no process may run without the switch: {[_read_command(pid) for pid in deaf]}"
-            )
-        wanted = "on" if is_on else "off"
-        listening = {pid: state[0] for pid, state in before.items() if state is not None}
-        for pid in listening:
+            raise RuntimeError(f"a process does not listen: {deaf}")
+        for pid in pids:
             os.kill(pid, signal.SIGUSR1 if is_on else signal.SIGUSR2)
+        wanted = "on" if is_on else "off"
         deadline, integrations = time.monotonic() + SWITCH_S, 0
-        for pid, obeyed in listening.items():
-            while (state := self._read_state(pid)) is not None and state[:2] != (obeyed + 1, wanted):
-                if time.monotonic() > deadline:
-                    raise RuntimeError(f"process {pid} did not acknowledge the switch: {state}")
+        for pid, known in before.items():
+            while (state := self._read_state(pid)) is None or state[:2] != (known[0] + 1, wanted):
+                if time.monotonic() > deadline or not _is_python(pid):
+                    raise RuntimeError(f"{pid} did not acknowledge: {state}, {_read_command(pid)}")
                 time.sleep(0.005)
-            integrations += state[2] if state is not None else 0
+            integrations += state[2]
         if not integrations:
             raise RuntimeError("no process of the server has hooks")
 

@@ -24,7 +24,8 @@ def _write_state(state: str, integrations: int) -> None:
 def _switch_hooks(number: int, frame: object) -> None:
     global _obeyed
     install = sys.modules.get("otel_infer._bootstrap.install")
-    integrations = install.installation.installed if install else []
+    installation = getattr(install, "installation", None)  # none in a process without hooks
+    integrations = installation.installed if installation else []
     for integration in integrations:
         integration.install() if number == signal.SIGUSR1 else integration.remove()
     _obeyed += 1
