@@ -32,7 +32,7 @@ COLUMNS = ("gaps", "firsts", "lengths")
 
 
 class Measurements:
-    """What the clients measured since the last `take`."""
+    """The measurements since the last `take`."""
 
     def __init__(self) -> None:
         self.take()

@@ -1,11 +1,11 @@
-"""Who holds the GIL of a server: samples of its processes by py-spy, with native frames.
+"""Samples of which thread holds the GIL of a server, by py-spy, with native frames.
 
     py-spy record --gil --native --subprocesses --full-filenames --format raw
 
-A sample is ours if its innermost library is otel_infer. The interpreter, the C library and those parts of the standard
-library that only work for their caller (struct, time, …) are no library here: a sample inside them belongs to the frame
-above. Parts of the standard library that run other code (asyncio, threading, queue, …) are libraries, because hooks wrap
-and call them. wrapt and OpenTelemetry count as ours below a frame of ours.
+A sample is ours if its innermost library is otel_infer. The interpreter and the C library are no libraries here, nor are
+modules that only work for their caller (struct, time). A sample inside them belongs to the frame above. Modules that run
+other code (asyncio, threading, queue) are libraries, because hooks wrap and call them. wrapt and OpenTelemetry count as
+ours below a frame of ours.
 """
 
 from __future__ import annotations

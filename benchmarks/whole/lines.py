@@ -24,6 +24,16 @@ class Loss(NamedTuple):
     is_more_worse: bool = True
 
 
+class EstimatedLoss(NamedTuple):
+    """A loss by estimate, with its gate; None for information."""
+
+    claim: str
+    unit: str
+    figure: Figure
+    gate: Gate | None
+    note: str
+
+
 LOSSES = (
     Loss("rate", "{unit}s/s lost", 1.0, is_more_worse=False),
     Loss("gap_p50", "gap between tokens, p50", 1.0),
@@ -35,56 +45,57 @@ LOSSES = (
 def make_lines(served: ServedLoad, result: ServerResult, is_quick: bool) -> list[Line]:
     """Returns the rows of a server; those that are not applicable are left out."""
     too_short = Control("too short", False) if is_quick else None
+    failed = sum(pair[state]["errors"] for pair in result.rounds for state in ("on", "off"))
+    control = Control(f"{failed:.0f} requests failed", False) if failed else too_short
     return [
-        *make_round_lines(served, result, too_short),
+        *(make_estimated_line(loss, control) for loss in estimate_losses(served, result)),
         _make_sidecar_line(served, result, too_short),
         _make_samples_line(served, result, too_short),
     ]
 
 
 def are_rounds_conclusive(served: ServedLoad, result: ServerResult) -> bool:
-    """Returns whether every gated row of the rounds has a verdict."""
-    return all(line.verdict != verdict.INCONCLUSIVE for line in make_round_lines(served, result))
+    """Returns whether further rounds would hardly change a verdict: bounds are narrow, or all above the gate."""
+    return all(
+        not _is_wide(loss.figure, loss.gate.limit) or loss.figure.low > loss.gate.limit
+        for loss in estimate_losses(served, result)
+        if loss.gate is not None
+    )
 
 
-def make_round_lines(served: ServedLoad, result: ServerResult, control: Control | None = None) -> list[Line]:
-    """Returns what is lost of the load, and the CPU time of the server. A failed request leaves no conclusion."""
-    failed = sum(pair[state]["errors"] for pair in result.rounds for state in ("on", "off"))
-    control = Control(f"{failed:.0f} requests failed", False) if failed else control
-    lines = [
-        _make_loss_line(served, loss, result, control)
+def estimate_losses(served: ServedLoad, result: ServerResult) -> list[EstimatedLoss]:
+    """Returns what is lost of the load, and the CPU time that the server takes more, by the medians of all rounds."""
+    losses = [
+        _estimate_loss(served, loss, result)
         for loss in LOSSES
         if served.kind == "streams" or not loss.figure.startswith("gap")
     ]
-    return [*lines, _make_cpu_line(served, result, control)]
+    return [*losses, _estimate_cpu(served, result)]
 
 
-def _make_loss_line(served: ServedLoad, loss: Loss, result: ServerResult, control: Control | None) -> Line:
+def _estimate_loss(served: ServedLoad, loss: Loss, result: ServerResult) -> EstimatedLoss:
     pairs = [(pair["on"][loss.figure], pair["off"][loss.figure]) for pair in result.rounds]
     shares = [on / off - 1 if loss.is_more_worse else 1 - on / off for on, off in pairs]
     first = "time to the first token" if served.kind == "streams" else "time to the answer"
     claim = f"{served.title}: {loss.claim.format(unit=served.unit, first=first)}"
     figure = verdict.estimate_median(shares).scale_by(100)
-    return make_gated_line(claim, "%", figure, Gate(loss.gate), control, _describe_off(loss, pairs))
+    return EstimatedLoss(claim, "%", figure, Gate(loss.gate), _describe_off(loss, pairs))
 
 
-def _make_cpu_line(served: ServedLoad, result: ServerResult, control: Control | None) -> Line:
-    costs = [(pair["on"]["cpu"] - pair["off"]["cpu"]) * 1e6 for pair in result.rounds]
-    bare = verdict.estimate_median([pair["off"]["cpu"] * 1e6 for pair in result.rounds])
-    claim, note = f"{served.title}: CPU of the server per {served.unit}", f"{bare.value:.0f} µs without hooks"
-    figure = verdict.estimate_median(costs)
-    if not served.is_cpu_gated:
-        return make_line(claim, "µs", figure, control=control, note=note)
-    return make_gated_line(claim, "µs", figure, CPU_GATE, control, note)
+def _estimate_cpu(served: ServedLoad, result: ServerResult) -> EstimatedLoss:
+    figure = verdict.estimate_median(
+        [(pair["on"]["cpu"] - pair["off"]["cpu"]) * 1e6 for pair in result.rounds]
+    )
+    bare = verdict.estimate_median([pair["off"]["cpu"] * 1e6 for pair in result.rounds]).value
+    claim, note = f"{served.title}: CPU of the server per {served.unit}", f"{bare:.0f} µs without hooks"
+    return EstimatedLoss(claim, "µs", figure, CPU_GATE if served.is_cpu_gated else None, note)
 
 
-def make_gated_line(
-    claim: str, unit: str, figure: Figure, gate: Gate, control: Control | None = None, note: str = ""
-) -> Line:
-    """Returns a row that is judged by its estimate."""
-    line = make_line(claim, unit, figure, gate, control, note)
-    if control is None or control.holds:
-        line.verdict = judge_estimate(figure, gate.limit)
+def make_estimated_line(loss: EstimatedLoss, control: Control | None = None) -> Line:
+    """Returns a row that is judged by its estimate. Without a gate it is for information."""
+    line = make_line(loss.claim, loss.unit, loss.figure, loss.gate, control, loss.note)
+    if loss.gate is not None and control is None:
+        line.verdict = judge_estimate(loss.figure, loss.gate.limit)
     return line
 
 
@@ -94,8 +105,11 @@ def judge_estimate(figure: Figure, limit: float) -> str:
         return verdict.INCONCLUSIVE
     if figure.value > limit and figure.low > 0:
         return verdict.FAIL
-    is_wide = (figure.high - figure.low) / 2 > limit
-    return verdict.INCONCLUSIVE if is_wide or figure.value > limit else verdict.PASS
+    return verdict.INCONCLUSIVE if _is_wide(figure, limit) or figure.value > limit else verdict.PASS
+
+
+def _is_wide(figure: Figure, limit: float) -> bool:
+    return not (figure.high - figure.low) / 2 <= limit  # NaN is wide
 
 
 def _describe_off(loss: Loss, pairs: list[tuple[float, float]]) -> str:
@@ -122,7 +136,7 @@ def _make_samples_line(served: ServedLoad, result: ServerResult, control: Contro
 def _make_exact_line(claim: str, figure: Figure, gate: Gate, control: Control | None, note: str = "") -> Line:
     """Returns a row that is judged by its value alone."""
     line = make_line(claim, "%", figure, gate, control, note)
-    if control is None or control.holds:
+    if control is None:
         line.verdict = verdict.PASS if figure.value <= gate.limit else verdict.FAIL
     return line
 

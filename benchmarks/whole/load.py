@@ -17,7 +17,7 @@ from benchmarks.whole.switched_server import SwitchedServer
 
 @dataclass(frozen=True)
 class Block:
-    """What was measured in a block of time. Times are in seconds; the CPU time is of the whole server."""
+    """The measurements of a block of time. Times are in seconds; the CPU time is of the whole server."""
 
     seconds: float
     cpu: float

@@ -35,7 +35,7 @@ class ServedLoad:
 
     @property
     def unit(self) -> str:
-        """What the load consists of."""
+        """The unit of the load."""
         return "token" if self.kind == "streams" else "request"
 
 

@@ -44,7 +44,7 @@ class SwitchedServer:
         run = (sys.executable, "-m", "otel_infer", "run", "--")
         with self._log.open("wb") as log:
             self._supervisor = subprocess.Popen(
-                [*run, *(part.format(port=self.port) for part in command)],
+                [*run, *(part.replace("{port}", str(self.port)) for part in command)],
                 stdout=log,
                 stderr=log,
                 env={**kept, **VARIABLES, **output, **(variables or {}), **switching},
