@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -25,10 +26,11 @@ import otel_infer
 from benchmarks.whole.switched_server import SIDECAR
 
 SAMPLES = 10_000
-RECORD_S = 30.0
+RECORD_S, MIN_RECORD_S = 30.0, 2
 PACKAGE = str(Path(otel_infer.__file__).parent) + "/"
 STDLIB = sysconfig.get_path("stdlib") + "/"
 FRAME = re.compile(r"^(?P<name>.*) \((?P<file>[^()]*?)(?::(?P<line>\d+))?\)$")
+PROCESS = re.compile(r'^(process \d+:".*?")(?:;|$)')
 RUNS_OTHER_CODE = re.compile(
     r"^(asyncio|concurrent|multiprocessing|logging)/|^(threading|queue|selectors|socket|socketserver|ssl)\.py$"
 )
@@ -55,7 +57,7 @@ class GilShares:
         """Adds the lines of a raw recording; those of a sidecar are left out."""
         for line in samples:
             stack, _, count = line.rstrip().rpartition(" ")
-            process, *frames = split_stack(stack)
+            process, frames = split_stack(stack)
             if SIDECAR in process:
                 continue
             ours = find_our_frames(frames, symbols)
@@ -73,13 +75,13 @@ class GilShares:
         return self.hooks.total() / self.total if self.total else float("nan")
 
 
-def split_stack(stack: str) -> list[str]:
-    """Returns the process and the frames, outermost first. The command of a process may contain semicolons."""
-    match = re.match(r'^(process \d+:".*?")(?:;|$)', stack)
-    if match is None:
-        return ["process ?", *stack.split(";")]
-    rest = stack[match.end() :]
-    return [match[1], *(rest.split(";") if rest else [])]
+def split_stack(stack: str) -> tuple[str, list[str]]:
+    """Returns the process and its frames, outermost first. Its parents come before it, and commands may contain
+    semicolons."""
+    process, rest = "process ?", stack
+    while match := PROCESS.match(rest):
+        process, rest = match[1], rest[match.end() :]
+    return process, rest.split(";") if rest else []
 
 
 def find_our_frames(frames: Sequence[str], symbols: frozenset[str] = frozenset()) -> list[str]:
@@ -130,26 +132,25 @@ def find_py_spy() -> str:
 
 
 def record_samples(pid: int, folder: Path, rate: int, samples: int, max_s: float) -> tuple[GilShares, str]:
-    """Samples a process and its descendants until there are enough samples. Returns also what was not possible."""
-    shares, symbols, taken_s, missing = GilShares(), list_our_symbols(), 0.0, ""
-    while shares.total < samples and taken_s < max_s:
+    """Samples a process and its descendants until there are enough samples. Returns also why native frames are
+    missing; empty if they are not."""
+    shares, symbols, missing = GilShares(), list_our_symbols(), ""
+    until = time.monotonic() + max_s  # py-spy may take longer than it should, so its duration is not counted
+    while shares.total < samples and (left := until - time.monotonic()) > 0:
         output = folder / "samples.raw"
         output.unlink(missing_ok=True)
-        duration = int(min(RECORD_S, max(max_s - taken_s, 5)))
-        completed = _run_py_spy(pid, output, rate, duration, "" if missing else "--native")
-        if not output.exists() and not missing:
-            missing = f"without native frames ({completed.stderr.strip().splitlines()[-1:]})"
-            continue
-        if not output.exists():
+        seconds = max(int(min(RECORD_S, left)), MIN_RECORD_S)
+        completed = _run_py_spy(pid, output, rate, seconds, () if missing else ("--native",))
+        if output.exists():
+            shares.add_samples(output.read_text().splitlines(), symbols)
+        elif missing:
             raise RuntimeError(f"py-spy failed: {completed.stderr[-2000:]}")
-        shares.add_samples(output.read_text().splitlines(), symbols)
-        taken_s += duration
+        else:
+            missing = f"without native frames: {completed.stderr.strip()[-200:]}"
     return shares, missing
 
 
-def _run_py_spy(pid: int, output: Path, rate: int, seconds: int, native: str) -> Any:
+def _run_py_spy(pid: int, output: Path, rate: int, seconds: int, options: Sequence[str]) -> Any:
     command = [find_py_spy(), "record", "--gil", "--subprocesses", "--full-filenames", "--format", "raw"]
     command += ["--rate", str(rate), "--duration", str(seconds), "--pid", str(pid), "--output", str(output)]
-    return subprocess.run(
-        [*command, *filter(None, (native,))], capture_output=True, text=True, stdin=subprocess.DEVNULL
-    )
+    return subprocess.run([*command, *options], capture_output=True, text=True, stdin=subprocess.DEVNULL)

@@ -43,7 +43,7 @@ LOSSES = (
 
 
 def make_lines(served: ServedLoad, result: ServerResult, is_quick: bool) -> list[Line]:
-    """Returns the rows of a server; those that are not applicable are left out."""
+    """Returns the rows of a server."""
     too_short = Control("too short", False) if is_quick else None
     failed = sum(pair[state]["errors"] for pair in result.rounds for state in ("on", "off"))
     control = Control(f"{failed:.0f} requests failed", False) if failed else too_short

@@ -64,12 +64,18 @@ def test_a_compiled_module_is_ours_by_file_and_by_symbol() -> None:
 
 def test_samples_are_counted_by_process_without_the_sidecar() -> None:
     server = 'process 7:"python -c import a; b;"'
-    sidecar = f'process 8:"python {gil_samples.SIDECAR}.main"'
+    worker = f'{server};process 9:"Worker"'
+    sidecar = f'{server};process 8:"python {gil_samples.SIDECAR}.main"'
     shares = GilShares()
     shares.add_samples(
-        [f"{server};{APP};{HOOK};{WRITER} 2", f"{server};{APP} 6", f"{sidecar};{WRITER} 50", f"{server} 2"]
+        [
+            f"{server};{APP};{HOOK};{WRITER} 2",
+            f"{server};{APP} 6",
+            f"{sidecar};{WRITER} 50",
+            f"{worker};{APP} 2",
+        ]
     )
     assert (shares.total, shares.share) == (10, 0.2)
-    assert shares.processes == {"process 7": [10, 2]}
+    assert shares.processes == {"process 7": [8, 2], "process 9": [2, 0]}
     assert shares.hooks == {OURS[0]: 2}
     assert shares.functions == {"Writer.write (ringbuffer/writer.py)": 2}
