@@ -143,9 +143,12 @@ def _make_exact_line(claim: str, figure: Figure, gate: Gate, control: Control | 
 
 def describe_samples(result: ServerResult, places: int = 8) -> str:
     """Returns the number of samples, our share in each process, and our top places."""
-    samples = result.samples
+    samples, running = result.samples, result.running_samples
     total = samples["total"]
     parts = [f"{samples['ours']} of {total:,} samples"]
+    if running.get("total"):
+        share = 100 * running["ours"] / running["total"]
+        parts.append(f"{share:.2f} % of {running['total']:,} without stops and native frames")
     if samples["missing"]:
         parts.append(samples["missing"])
     if len(samples["processes"]) > 1:

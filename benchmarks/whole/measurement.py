@@ -39,10 +39,12 @@ class Plan(NamedTuple):
     sidecar_window_s: float
     samples: int
     samples_s: float
+    running_samples_s: float
 
 
-FULL = Plan(10.0, 3.0, 16, 1140.0, 6, 10.0, gil_samples.SAMPLES, 420.0)
-QUICK = Plan(3.0, 1.0, 1, 0.0, 2, 2.0, 200, 5.0)
+RUNNING_RATE = 250
+FULL = Plan(10.0, 3.0, 16, 900.0, 6, 10.0, gil_samples.SAMPLES, 600.0, 60.0)
+QUICK = Plan(3.0, 1.0, 1, 0.0, 2, 2.0, 100, 5.0, 3.0)
 MAX_SETTLE_S, MIN_SETTLE_S = 8.0, 0.5
 
 
@@ -53,6 +55,7 @@ class ServerResult:
     source: str
     sidecar: list[float] = field(default_factory=list)
     samples: dict[str, Any] = field(default_factory=dict)
+    running_samples: dict[str, Any] = field(default_factory=dict)
     rounds: list[dict[str, dict[str, float]]] = field(default_factory=list)
     rounds_s: float = 0.0
     is_complete: bool = False
@@ -105,7 +108,12 @@ def measure_server(
             result.sidecar = measure_sidecar(server, plan)
             result.save(path)
         if not result.samples:
-            result.samples = sample_server(server, folder, served.sample_rate, plan)
+            server.set_hooks(True)
+            pid = server.find_main_process()
+            running = (RUNNING_RATE, plan.samples, plan.running_samples_s, gil_samples.NONBLOCKING)
+            result.running_samples = describe_shares(*gil_samples.record_samples(pid, folder, *running))
+            stopped = (served.sample_rate, plan.samples, plan.samples_s)
+            result.samples = describe_shares(*gil_samples.record_samples(pid, folder, *stopped))
             result.save(path)
         settle_s = choose_settle_time(warm)
         block_s = max(plan.block_s, settle_s) if plan is FULL else plan.block_s
@@ -176,11 +184,8 @@ def measure_sidecar(server: SwitchedServer, plan: Plan) -> list[float]:
     return shares
 
 
-def sample_server(server: SwitchedServer, folder: Path, rate: int, plan: Plan) -> dict[str, Any]:
-    """Returns the counts of samples with hooks installed: all, ours, ours by hook and by function, and by process."""
-    server.set_hooks(True)
-    pid = server.find_main_process()
-    shares, missing = gil_samples.record_samples(pid, folder, rate, plan.samples, plan.samples_s)
+def describe_shares(shares: gil_samples.GilShares, missing: str) -> dict[str, Any]:
+    """Returns the counts of samples: all, ours, ours by hook and by function, and by process."""
     return {
         "total": shares.total,
         "ours": shares.hooks.total(),

@@ -31,7 +31,7 @@ class ServedLoad:
     options: dict[str, Any]
     variables: dict[str, str] = field(default_factory=dict)
     is_cpu_gated: bool = False
-    sample_rate: int = 250
+    sample_rate: int = 25
 
     @property
     def unit(self) -> str:
@@ -111,5 +111,5 @@ def _serve_requests(name: str, title: str, module: str) -> ServedLoad:
         200,
         {"path": "/classify"},
         is_cpu_gated=True,
-        sample_rate=500,
+        sample_rate=100,
     )

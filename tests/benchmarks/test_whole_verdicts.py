@@ -52,7 +52,9 @@ def make_result(slower: float, ours: int = 50, sidecar: float = 0.008, rounds: i
         "processes": {"process 1": [10_000, ours]},
         "missing": "",
     }
-    return ServerResult("x", [sidecar] * 6, samples, [{"on": on, "off": off}] * rounds)
+    return ServerResult(
+        "x", [sidecar] * 6, samples, running_samples=samples, rounds=[{"on": on, "off": off}] * rounds
+    )
 
 
 def read_verdicts(served: servers.ServedLoad, result: ServerResult, is_quick: bool = False) -> dict[str, str]:
@@ -95,6 +97,13 @@ def test_a_failed_request_leaves_no_conclusion() -> None:
         {"on": {**result.rounds[0]["on"], "errors": 1}, "off": result.rounds[0]["off"]},
     ]
     assert read_verdicts(STREAMS, result)["tokens/s lost"] == verdict.INCONCLUSIVE
+
+
+def test_the_note_has_the_share_without_stops_beside_it() -> None:
+    result = make_result(1.0, ours=80)
+    result.running_samples = {**result.samples, "total": 20_000, "ours": 100}
+    note = lines.make_lines(STREAMS, result, False)[-1].note
+    assert note.startswith("80 of 10,000 samples; 0.50 % of 20,000 without stops")
 
 
 def test_both_blocks_of_a_state_count_together() -> None:

@@ -23,7 +23,7 @@ classifier = BertForSequenceClassification(config).eval()
 
 
 @app.post("/classify")
-def classify_text(body: dict[str, Any]) -> dict[str, int]:
+async def classify_text(body: dict[str, Any]) -> dict[str, int]:
     """Returns the class of a text."""
     inputs = tokenizer(body["text"], return_tensors="pt", return_token_type_ids=False)
     with torch.inference_mode():
