@@ -153,7 +153,8 @@ def describe_samples(result: ServerResult, places: int = 8) -> str:
         parts.append(samples["missing"])
     if len(samples["processes"]) > 1:
         parts += [f"{name} {ours} of {all_:,}" for name, (all_, ours) in samples["processes"].items()]
-    return "; ".join(parts + [f"{100 * n / total:.2f} % {place}" for place, n in samples["hooks"][:places]])
+    hooks = list(samples["hooks"].items())[:places]
+    return "; ".join(parts + [f"{100 * count / total:.2f} % {place}" for place, count in hooks])
 
 
 def _estimate_share(count: int, total: int) -> Figure:

@@ -189,8 +189,8 @@ def describe_shares(shares: gil_samples.GilShares, missing: str) -> dict[str, An
     return {
         "total": shares.total,
         "ours": shares.hooks.total(),
-        "hooks": shares.hooks.most_common(TOP_PLACES),
-        "functions": shares.functions.most_common(TOP_PLACES),
+        "hooks": dict(shares.hooks.most_common(TOP_PLACES)),
+        "functions": dict(shares.functions.most_common(TOP_PLACES)),
         "processes": shares.processes,
         "missing": missing,
     }

@@ -47,8 +47,8 @@ def make_result(slower: float, ours: int = 50, sidecar: float = 0.008, rounds: i
     samples = {
         "total": 10_000,
         "ours": ours,
-        "hooks": [("put (serve.py)", ours)],
-        "functions": [],
+        "hooks": {"put (serve.py)": ours},
+        "functions": {},
         "processes": {"process 1": [10_000, ours]},
         "missing": "",
     }
