@@ -44,7 +44,7 @@ RUNS_OTHER_CODE = re.compile(
 NATIVE_LIBRARIES = re.compile(r"/_?(asyncio|queue|ssl|socket|select)(module)?\.(c|h|cpython\S*so)$")
 """Modules of the interpreter that are libraries of their own."""
 INTERPRETER = re.compile(
-    r"/libpython[^/]*$|/(Modules|Objects|Python|Include|Parser)/|/lib-dynload/|/bin/python[\d.]*$"
+    r"/libpython[^/]*$|/(Modules|Objects|Python|Include|Parser)/|/include/python3|/lib-dynload/|/bin/python[\d.]*$"
 )
 SYSTEM = re.compile(r"^(/usr)?/lib(64)?/|^\[|/sysdeps/|^\./")
 NO_LIBRARY_OF_ITS_OWN = re.compile(r"/site-packages/(opentelemetry|wrapt|typing_extensions)[/.]")
@@ -108,7 +108,7 @@ def find_owner(frame: str, symbols: frozenset[str] = frozenset()) -> bool | None
     if match is None:
         return None
     name, file = match["name"], match["file"]
-    if file.startswith(PACKAGE) or name in symbols:
+    if file.startswith(PACKAGE) or name in symbols or file.rpartition("/")[2] in symbols:
         return True
     if NATIVE_LIBRARIES.search(file):
         return False
@@ -120,12 +120,15 @@ def find_owner(frame: str, symbols: frozenset[str] = frozenset()) -> bool | None
 
 
 def list_our_symbols() -> frozenset[str]:
-    """Returns the functions of our compiled modules, whose frames may show the file of their source."""
+    """Returns the functions of our compiled modules, and the names of their sources: with debugging information a frame
+    shows its source, and functions that were inlined have frames too."""
     modules = [str(path) for path in Path(PACKAGE).rglob("*.so")]
-    if not modules or shutil.which("nm") is None:
+    if not modules:
         return frozenset()
+    sources = [path.name for path in Path(PACKAGE).rglob("*.[ch]")]
     output = subprocess.run(["nm", "--defined-only", *modules], capture_output=True, text=True).stdout
-    return frozenset(line.split()[2] for line in output.splitlines() if re.match(r"\w+ [tT] ", line))
+    functions = [line.split()[2] for line in output.splitlines() if re.match(r"\w+ [tT] ", line)]
+    return frozenset([*sources, *functions])
 
 
 def find_py_spy() -> str:

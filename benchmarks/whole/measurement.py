@@ -45,7 +45,7 @@ class Plan(NamedTuple):
 RUNNING_RATE = 250
 FULL = Plan(10.0, 3.0, 16, 900.0, 6, 10.0, gil_samples.SAMPLES, 600.0, 60.0)
 QUICK = Plan(3.0, 1.0, 1, 0.0, 2, 2.0, 100, 5.0, 3.0)
-MAX_SETTLE_S, MIN_SETTLE_S = 8.0, 0.5
+MAX_SETTLE_S, MIN_SETTLE_S, MAX_BACKLOG_S = 8.0, 0.5, 60.0
 
 
 @dataclass
@@ -115,6 +115,7 @@ def measure_server(
             stopped = (served.sample_rate, plan.samples, plan.samples_s)
             result.samples = describe_shares(*gil_samples.record_samples(pid, folder, *stopped))
             result.save(path)
+        wait_for_backlog(load, warm)
         settle_s = choose_settle_time(warm)
         block_s = max(plan.block_s, settle_s) if plan is FULL else plan.block_s
         while not _is_done(result, plan, is_conclusive):
@@ -125,6 +126,15 @@ def measure_server(
             _print_progress(served, result)
         result.is_complete = True
         result.save(path)
+
+
+def wait_for_backlog(load: Load, warm: Block) -> None:
+    """Waits until requests that queued while the server was sampled are answered; a minute at most."""
+    until = time.monotonic() + MAX_BACKLOG_S
+    while time.monotonic() < until:
+        firsts = load.measure_block(1.0).firsts
+        if len(firsts) and np.median(firsts) < 2 * np.median(warm.firsts):
+            return
 
 
 def choose_settle_time(warm: Block) -> float:
