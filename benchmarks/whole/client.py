@@ -77,15 +77,7 @@ async def run_streams(port: int, number: int, options: dict[str, Any], measured:
     async def repeat(delay: float) -> None:
         await asyncio.sleep(delay)
         while True:
-            tokens = options["tokens"] // 2 + chance.randrange(options["tokens"])
-            text = f"{chance.getrandbits(32):08x} {WORDS * options.get('repeats', 6)}"
-            request = {
-                "model": options.get("model", "tiny"),
-                "stream": True,
-                "max_tokens": tokens,
-                "messages": [{"role": "user", "content": text}],
-                **options.get("extra", {}),
-            }
+            request = make_completion(chance, options)
             try:
                 await read_stream(port, options["path"], request, measured)
             except OSError:
@@ -95,30 +87,53 @@ async def run_streams(port: int, number: int, options: dict[str, Any], measured:
     await asyncio.gather(*(repeat(i * 0.01) for i in range(number)))
 
 
+def make_completion(chance: random.Random, options: dict[str, Any]) -> dict[str, Any]:
+    """Returns a request for a streamed completion. No two prompts begin alike, so no prefix is cached."""
+    text = f"{chance.getrandbits(32):08x} {WORDS * 6}"
+    return {
+        "model": options["model"],
+        "stream": True,
+        "max_tokens": options["tokens"] // 2 + chance.randrange(options["tokens"]),
+        "messages": [{"role": "user", "content": text}],
+        **options.get("extra", {}),
+    }
+
+
+class KeptConnections:
+    """Connections of which each has one request at a time."""
+
+    def __init__(self, port: int, path: str) -> None:
+        self._port, self._path = port, path
+        self._idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
+
+    async def send(self, request: dict[str, Any]) -> bool:
+        """Sends a request on an idle connection or a new one. Returns whether the answer is a success."""
+        while self._idle and self._idle[-1][0].at_eof():  # the server closes what is idle for some seconds
+            self._idle.pop()[1].close()
+        connection = (
+            self._idle.pop() if self._idle else await asyncio.open_connection("127.0.0.1", self._port)
+        )
+        reader, writer = connection
+        body = json.dumps(request).encode()
+        writer.write(HEAD.format(path=self._path, kept="keep-alive", length=len(body)).encode() + body)
+        head = await reader.readuntil(b"\r\n\r\n")
+        length = int(head.lower().partition(b"content-length:")[2].split(b"\r\n", 1)[0])
+        await reader.readexactly(length)
+        self._idle.append(connection)
+        return b" 200 " in head[:16]
+
+
 async def run_requests(port: int, number: int, options: dict[str, Any], measured: Measurements) -> None:
-    """Sends `number` requests per second, each on an idle connection or on a new one."""
-    idle: list[Any] = []
+    """Sends `number` requests per second, however late the answers are."""
+    connections = KeptConnections(port, options["path"])
     sending: set[asyncio.Task[None]] = set()
 
     async def send(text: str, due: float) -> None:
         try:
-            while idle and idle[-1][0].at_eof():  # the server closes what is idle for some seconds
-                idle.pop()[1].close()
-            connection = idle.pop() if idle else await asyncio.open_connection("127.0.0.1", port)
-            reader, writer = connection
-            body = json.dumps({"text": text}).encode()
-            writer.write(
-                HEAD.format(path=options["path"], kept="keep-alive", length=len(body)).encode() + body
-            )
-            head = await reader.readuntil(b"\r\n\r\n")
-            length = int(head.lower().partition(b"content-length:")[2].split(b"\r\n", 1)[0])
-            await reader.readexactly(length)
+            measured.errors += not await connections.send({"text": text})
         except (OSError, asyncio.IncompleteReadError):
             measured.errors += 1
-            return
-        measured.errors += b" 200 " not in head[:16]
         measured.columns["firsts"].append(time.perf_counter() - due)
-        idle.append(connection)
 
     chance, began = random.Random(1), time.perf_counter()
     for turn in itertools.count():

@@ -11,7 +11,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -85,35 +85,16 @@ def measure_server(
     plan: Plan,
     is_conclusive: Callable[[ServerResult], bool],
 ) -> None:
-    """Measures what the result lacks."""
+    """Measures the parts that the result lacks."""
     if result.is_complete:
         return
-    with contextlib.ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        receiver = stack.enter_context(Receiver())
-        command = [part.replace("{model}", str(model)) for part in served.command]
-        server = SwitchedServer(command, folder, receiver.endpoint, served.variables)
-        stack.callback(server.close)
-        server.wait_until_ready()
-        options = json.loads(json.dumps(served.options).replace("{model}", str(model)))
-        load = Load(server, served.kind, served.number, options, folder)
-        stack.callback(load.close)
-        time.sleep(plan.warm_up_s)
-        warm = load.measure_block(plan.warm_up_s)
-        if not warm.units or warm.errors:
-            raise RuntimeError(
-                f"{served.name}: {warm.units} units, {warm.errors} errors\n{server.read_log()}"
-            )
+    with run_server(served, model) as (server, load, folder):
+        warm = warm_up(served, server, load, plan.warm_up_s)
         if not result.sidecar:
             result.sidecar = measure_sidecar(server, plan)
             result.save(path)
         if not result.samples:
-            server.set_hooks(True)
-            pid = server.find_main_process()
-            running = (RUNNING_RATE, plan.samples, plan.running_samples_s, gil_samples.NONBLOCKING)
-            result.running_samples = describe_shares(*gil_samples.record_samples(pid, folder, *running))
-            stopped = (served.sample_rate, plan.samples, plan.samples_s)
-            result.samples = describe_shares(*gil_samples.record_samples(pid, folder, *stopped))
+            sample_server(server, folder, served.sample_rate, plan, result)
             result.save(path)
         wait_for_backlog(load, warm)
         settle_s = choose_settle_time(warm)
@@ -126,6 +107,31 @@ def measure_server(
             _print_progress(served, result)
         result.is_complete = True
         result.save(path)
+
+
+@contextlib.contextmanager
+def run_server(served: ServedLoad, model: Path) -> Iterator[tuple[SwitchedServer, Load, Path]]:
+    """Starts the server with its load. Yields both, and a folder for temporary files."""
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        receiver = stack.enter_context(Receiver())
+        command = [part.replace("{model}", str(model)) for part in served.command]
+        server = SwitchedServer(command, folder, receiver.endpoint, served.variables)
+        stack.callback(server.close)
+        server.wait_until_ready()
+        options = json.loads(json.dumps(served.options).replace("{model}", str(model)))
+        load = Load(server, served.kind, served.number, options, folder)
+        stack.callback(load.close)
+        yield server, load, folder
+
+
+def warm_up(served: ServedLoad, server: SwitchedServer, load: Load, seconds: float) -> Block:
+    """Returns a block with hooks installed, after as long a time. Raises RuntimeError if a request failed."""
+    time.sleep(seconds)
+    warm = load.measure_block(seconds)
+    if not warm.units or warm.errors:
+        raise RuntimeError(f"{served.name}: {warm.units} units, {warm.errors} errors\n{server.read_log()}")
+    return warm
 
 
 def wait_for_backlog(load: Load, warm: Block) -> None:
@@ -192,6 +198,16 @@ def measure_sidecar(server: SwitchedServer, plan: Plan) -> list[float]:
         time.sleep(plan.sidecar_window_s)
         shares.append((machine.read_cpu_ns(pid) - cpu) / 1e9 / (time.perf_counter() - began))
     return shares
+
+
+def sample_server(server: SwitchedServer, folder: Path, rate: int, plan: Plan, result: ServerResult) -> None:
+    """Samples the server with hooks installed, without stops and then with native frames."""
+    server.set_hooks(True)
+    pid = server.find_main_process()
+    running = (RUNNING_RATE, plan.samples, plan.running_samples_s, gil_samples.NONBLOCKING)
+    result.running_samples = describe_shares(*gil_samples.record_samples(pid, folder, *running))
+    stopped = (rate, plan.samples, plan.samples_s)
+    result.samples = describe_shares(*gil_samples.record_samples(pid, folder, *stopped))
 
 
 def describe_shares(shares: gil_samples.GilShares, missing: str) -> dict[str, Any]:
