@@ -14,6 +14,7 @@ import itertools
 import json
 import os
 import random
+import re
 import sys
 import threading
 import time
@@ -26,9 +27,10 @@ HEAD = (
     "POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\nconnection: {kept}\r\n"
     "content-length: {length}\r\n\r\n"
 )
+COUNT = re.compile(rb'"completion_tokens": ?(\d+)')
 WORDS = "tell me of the weather "
 COLUMNS = ("gaps", "firsts", "lengths")
-"""Seconds between tokens, to the first token or answer, and from request to end."""
+"""Seconds between events with tokens, to the first token or answer, and from request to end."""
 
 
 class Measurements:
@@ -41,12 +43,13 @@ class Measurements:
         """Returns the measurements, and begins anew."""
         taken = dict(vars(self))
         self.columns = {name: array("d") for name in COLUMNS}
-        self.errors = 0
+        self.tokens = self.errors = 0
         return taken
 
 
 async def read_stream(port: int, path: str, request: dict[str, Any], measured: Measurements) -> None:
-    """Sends one request and measures each token of its answer."""
+    """Sends one request and measures each event with tokens of its answer. vLLM may send several tokens at once, and then
+    sends how many there were until now."""
     body = json.dumps(request).encode()
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 20)
     began = last = time.perf_counter()
@@ -55,9 +58,12 @@ async def read_stream(port: int, path: str, request: dict[str, Any], measured: M
     while line := await reader.readline():
         if not is_token(line):
             continue
-        now = time.perf_counter()
-        measured.columns["gaps" if tokens else "firsts"].append(now - last)
-        last, tokens = now, tokens + 1
+        now, before = time.perf_counter(), tokens
+        counted = COUNT.search(line)
+        tokens = int(counted[1]) if counted else tokens + 1
+        measured.columns["gaps" if before else "firsts"].append(now - last)
+        measured.tokens += tokens - before
+        last = now
     measured.columns["lengths"].append(time.perf_counter() - began)
     measured.errors += tokens < 0.8 * request["max_tokens"]
     writer.close()
@@ -156,7 +162,7 @@ def main(port: int, kind: str, number: int, options: dict[str, Any]) -> None:
     for line in sys.stdin:
         taken = measured.take()
         if line.strip() != "drop":
-            np.savez(line.strip(), errors=taken["errors"], **taken["columns"])
+            np.savez(line.strip(), tokens=taken["tokens"], errors=taken["errors"], **taken["columns"])
         print("done", flush=True)
     os._exit(0)  # the loop runs in a thread and would complain of its tasks
 

@@ -24,12 +24,13 @@ class Block:
     gaps: Any
     firsts: Any
     lengths: Any
+    tokens: int
     errors: int
 
     @property
     def units(self) -> int:
         """The number of tokens, or of answers if they are not streamed."""
-        return len(self.gaps) + len(self.firsts)
+        return self.tokens or len(self.firsts)
 
     def join(self, other: Block) -> Block:
         """Returns both as one block."""
@@ -39,6 +40,7 @@ class Block:
             np.concatenate([self.gaps, other.gaps]),
             np.concatenate([self.firsts, other.firsts]),
             np.concatenate([self.lengths, other.lengths]),
+            self.tokens + other.tokens,
             self.errors + other.errors,
         )
 
@@ -63,9 +65,8 @@ class Load:
         cpu, lasted = self._server.read_cpu_ns() - cpu, time.perf_counter() - began
         self._send(str(self._file))
         with np.load(self._file) as taken:
-            return Block(
-                lasted, cpu / 1e9, taken["gaps"], taken["firsts"], taken["lengths"], int(taken["errors"])
-            )
+            columns = (taken[name] for name in ("gaps", "firsts", "lengths"))
+            return Block(lasted, cpu / 1e9, *columns, int(taken["tokens"]), int(taken["errors"]))
 
     def close(self) -> None:
         """Ends the clients."""

@@ -16,6 +16,7 @@ GENERATE, BATCHER, CLASSIFIER = (
 )
 CHAT = "/v1/chat/completions"
 DECODE_ONLY = json.dumps({"kv_connector": "DecodeBenchConnector", "kv_role": "kv_both"})
+COUNT_TOKENS = {"include_usage": True, "continuous_usage_stats": True}
 VLLM_VARIABLES = {"VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_HOST_IP": "127.0.0.1"}
 
 
@@ -97,7 +98,7 @@ def _serve_vllm(number: int) -> ServedLoad:
         ),
         "streams",
         number,
-        _stream_options(model="tiny", extra={"ignore_eos": True}),
+        _stream_options(model="tiny", extra={"ignore_eos": True, "stream_options": COUNT_TOKENS}),
         VLLM_VARIABLES,
     )
 

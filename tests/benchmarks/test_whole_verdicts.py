@@ -107,8 +107,8 @@ def test_the_note_has_the_share_without_stops_beside_it() -> None:
 
 
 def test_both_blocks_of_a_state_count_together() -> None:
-    first = Block(1.0, 0.2, np.array([0.1, 0.2]), np.array([1.0]), np.array([2.0]), 0)
-    second = Block(3.0, 0.4, np.array([0.3]), np.array([]), np.array([]), 1)
+    first = Block(1.0, 0.2, np.array([0.1, 0.2]), np.array([1.0]), np.array([2.0]), 3, 0)
+    second = Block(3.0, 0.4, np.array([0.3]), np.array([]), np.array([]), 1, 1)
     figures = measurement.summarize_block(first.join(second))
     assert figures["rate"] == 1.0
     assert figures["cpu"] == pytest.approx(0.15)
@@ -116,7 +116,7 @@ def test_both_blocks_of_a_state_count_together() -> None:
 
 
 def test_a_block_begins_when_requests_from_before_the_switch_have_ended() -> None:
-    warm = Block(1.0, 0.1, np.array([]), np.array([]), np.linspace(0, 4, 101), 0)
+    warm = Block(1.0, 0.1, np.array([]), np.array([]), np.linspace(0, 4, 101), 0, 0)
     assert measurement.choose_settle_time(warm) == pytest.approx(3.8)
 
 
