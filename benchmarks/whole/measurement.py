@@ -126,11 +126,15 @@ def run_server(served: ServedLoad, model: Path) -> Iterator[tuple[SwitchedServer
 
 
 def warm_up(served: ServedLoad, server: SwitchedServer, load: Load, seconds: float) -> Block:
-    """Returns a block with hooks installed, after as long a time. Raises RuntimeError if a request failed."""
+    """Returns a block with hooks installed, so long after the first answers. Raises RuntimeError if a request failed or
+    none was answered."""
+    until = time.monotonic() + MAX_BACKLOG_S
+    while not load.measure_block(1.0).units and time.monotonic() < until:
+        pass
     time.sleep(seconds)
     warm = load.measure_block(seconds)
     if not warm.units or warm.errors:
-        raise RuntimeError(f"{served.name}: {warm.units} units, {warm.errors} errors\n{server.read_log()}")
+        raise RuntimeError(f"{server.read_log()}\n{served.name}: {warm.units} units, {warm.errors} errors")
     return warm
 
 
