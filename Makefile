@@ -14,7 +14,7 @@ export PIP_NO_BINARY := urllib3-future
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all test-pythons test-oldest test-vllm test-stack fuzz browser tools bench bench-peers bench-vllm lint format wheel clean
+.PHONY: help demo test test-all test-pythons test-oldest test-vllm test-stack fuzz browser tools bench bench-peers bench-vllm bench-whole bench-whole-vllm lint format wheel clean
 
 help:  ## this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -98,6 +98,12 @@ bench-peers: $(VENV)/.dev $(VENV)-peers/.peers  ## the section peers of `make be
 bench-vllm: $(VENV)-vllm/.bench  ## what it costs a real vLLM on the CPU, beside vLLM's own tracing and ddtrace
 	$(VENV)-vllm/bin/python -m benchmarks --only vllm $(ARGS)
 
+bench-whole: $(VENV)/.bench  ## what a whole server loses, hooks switched while it runs: up to 30 minutes for each of eight servers
+	$(BIN)/python -m benchmarks --only whole $(ARGS)
+
+bench-whole-vllm: $(VENV)-vllm/.bench  ## the same for vLLM on the CPU, two loads
+	$(VENV)-vllm/bin/python -m benchmarks --only whole $(ARGS)
+
 wheel: $(VENV)/.dev  ## dist/otel_infer-*.whl
 	$(BIN)/python -m pip wheel -qq --no-deps --wheel-dir dist .
 
@@ -148,9 +154,15 @@ $(VENV)-vllm/.dev: pyproject.toml tests/vllm/requirements.txt
 	@$(VENV)-vllm/bin/python -m pip install -qq -e ".[dev]"
 	@touch $@
 
+$(VENV)/.bench: pyproject.toml $(VENV)/.dev
+	@echo "installing what the benchmarks need"
+	@$(PIP) -e ".[demo,igzip,dev,bench]"
+	@touch $@
+
 # ddtrace changes what is installed, so it lies apart and is found by nobody but who is started with it.
 $(VENV)-vllm/.bench: $(VENV)-vllm/.dev
-	@echo "installing ddtrace"
+	@echo "installing ddtrace and py-spy"
+	@$(VENV)-vllm/bin/python -m pip install -qq -e ".[bench]"
 	@$(VENV)-vllm/bin/python -m pip install -qq --target $(VENV)-vllm/bin/ddtrace ddtrace
 	@touch $@
 

@@ -1,6 +1,7 @@
 """Runs the benchmarks and prints one table: claim, gate, measured, control, verdict.
 
     python -m benchmarks [--quick] [--only SECTION …] [--json FILE] [--docs FILE] [--report] [--peers-python PATH]
+                         [--servers NAME …]
 
 Exit status 1 if a gate failed (0 with --report). INCONCLUSIVE is neither a pass nor a failure: repeat that section on
 an idle machine.
@@ -36,9 +37,9 @@ SECTIONS = (
     "memory",
     "truth",
 )
-OWN_ENVIRONMENT = ("vllm",)
-"""Sections with a Python environment of their own. They run only if `--only` names them."""
-MODULES = {"asgi": "asgi_requests", "vllm": "vllm_serving"}
+ONLY_IF_NAMED = ("vllm", "whole")
+"""Sections that run only if `--only` names them: one has a Python environment of its own, the other takes hours."""
+MODULES = {"asgi": "asgi_requests", "vllm": "vllm_serving", "whole": "whole.section"}
 EXCLUDED_FROM_QUICK = ("truth",)
 KEEPS_OWN_CORES_AWAKE = ("slow_collector", "simulated_loop")
 """Sections that choose which cores are kept awake. The simulated loop never sleeps, and a loop on its core would delay
@@ -55,9 +56,9 @@ def main() -> int:
     parser.add_argument(
         "--only",
         nargs="+",
-        choices=(*SECTIONS, *OWN_ENVIRONMENT),
+        choices=(*SECTIONS, *ONLY_IF_NAMED),
         metavar="SECTION",
-        help=", ".join((*SECTIONS, *OWN_ENVIRONMENT)),
+        help=", ".join((*SECTIONS, *ONLY_IF_NAMED)),
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
     parser.add_argument("--docs", type=Path, metavar="FILE", help="write the table into this page")
@@ -65,19 +66,22 @@ def main() -> int:
     parser.add_argument(
         "--peers-python", metavar="PATH", default=sys.executable, help="the interpreter with the peers"
     )
-    parser.add_argument("--section", choices=(*SECTIONS, *OWN_ENVIRONMENT), help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--servers", nargs="+", default=[], metavar="NAME", help="the servers of the section whole"
+    )
+    parser.add_argument("--section", choices=(*SECTIONS, *ONLY_IF_NAMED), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.section:
-        lines = importlib.import_module(
-            f"benchmarks.{MODULES.get(arguments.section, arguments.section)}"
-        ).measure(arguments.quick)
+        module = importlib.import_module(f"benchmarks.{MODULES.get(arguments.section, arguments.section)}")
+        options = {"servers": arguments.servers} if arguments.section == "whole" else {}
+        lines = module.measure(arguments.quick, **options)
         verdict.save_lines(lines, arguments.json, {})
         return 0
     before = machine.read_load()
     environment = machine.describe_machine() | {"load average": f"{before:.2f} before"}
     lines: list[Line] = []
     broken = False
-    for measured in _measure_sections(arguments.only or SECTIONS, arguments.quick, arguments.peers_python):
+    for measured in _measure_sections(arguments):
         lines += measured or ()
         broken |= measured is None
         if arguments.json:  # after each section, because a run takes two hours
@@ -89,16 +93,18 @@ def main() -> int:
     return int(broken or (failed and not arguments.report))
 
 
-def _measure_sections(sections: list[str], quick: bool, peers_python: str) -> Iterator[list[Line] | None]:
+def _measure_sections(arguments: argparse.Namespace) -> Iterator[list[Line] | None]:
     """Yields the lines of each section, or None if the section exited with an error."""
+    sections, quick = arguments.only or SECTIONS, arguments.quick
     for section in sections:
         if quick and section in EXCLUDED_FROM_QUICK and len(sections) > 1:
             continue
         print(f"measuring {section} …", file=sys.stderr, flush=True)
         with tempfile.TemporaryDirectory() as folder:
             results = Path(folder) / "lines.json"
-            python = peers_python if section == "peers" else sys.executable
+            python = arguments.peers_python if section == "peers" else sys.executable
             command = [python, "-m", "benchmarks", "--section", section, "--json", str(results)]
+            command += ["--servers", *arguments.servers] * (section == "whole" and bool(arguments.servers))
             variables = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
             with contextlib.nullcontext() if section in KEEPS_OWN_CORES_AWAKE else keep_awake():
                 completed = subprocess.run(command + ["--quick"] * quick, env=variables)

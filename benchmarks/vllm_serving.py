@@ -3,7 +3,7 @@
     make bench-vllm
 
 Clients measure the gaps between tokens and the tokens per second. Two equal servers differ by up to 12 % over their
-lives. So our hooks are switched on and off in one server, by a plugin at a signal, in each of its processes. The
+lives. So our hooks are switched on and off in one server, in each of its processes (`whole.switched_server`). The
 control is off against off.
 
 Other tracing cannot be switched off, so each has a server of its own, beside two servers without tracing. All of them
@@ -18,7 +18,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -33,6 +32,8 @@ import numpy as np
 from benchmarks import verdict
 from benchmarks.receiver import Receiver
 from benchmarks.verdict import Control, Figure, Gate, Line
+from benchmarks.whole.servers import VLLM_VARIABLES
+from benchmarks.whole.switched_server import VARIABLES, SwitchedServer, find_free_port
 from otel_infer.cli.demo.model import make_demo_model
 
 STREAMS, TOKENS, PROMPT = 8, 48, 24
@@ -49,31 +50,10 @@ BARE, AGAIN, VLLM_TRACING, DDTRACE = (
     "vLLM's tracing",
     "ddtrace",
 )
-ENVIRON = {
-    "VLLM_NO_USAGE_STATS": "1",
-    "DO_NOT_TRACK": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_HOST_IP": "127.0.0.1",
-    "TOKENIZERS_PARALLELISM": "false",
-    "HF_HUB_OFFLINE": "1",
-    "OMP_NUM_THREADS": "1",
-}
+ENVIRON = {**VARIABLES, **VLLM_VARIABLES}
 ON, OFF, CONTROL = "on", "off", "off, again"
-SWITCH_S = 0.15
-PLUGIN = """
-import os, pathlib, signal
-
-def listen():
-    from otel_infer._bootstrap.install import installation
-    def switch(number, frame):
-        for integration in installation.installed:
-            integration.install() if number == signal.SIGUSR1 else integration.remove()
-    signal.signal(signal.SIGUSR1, switch)
-    signal.signal(signal.SIGUSR2, switch)
-    pathlib.Path(__file__).with_name(f"{os.getpid()}.pid").touch()
-"""
-"""Installs and removes our hooks at a signal. A file marks each process that listens, because the signal would end any
-other process."""
+SETTLE_S = 0.15
+"""How long after a switch a round begins."""
 NO_OTEL_INFER = {"VLLM_PLUGINS": "none", "OTEL_INFER_ENABLED": "off"}
 
 
@@ -90,19 +70,8 @@ class Serving:
     def __init__(
         self, model: Path, log: Path, launcher: Sequence[str], environ: dict[str, str], *options: str
     ) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = int(probe.getsockname()[1])
-        command = [
-            *launcher,
-            sys.executable,
-            "-m",
-            "vllm.entrypoints.openai.api_server",
-            "--model",
-            str(model),
-        ]
-        command += f"--served-model-name tiny --host 127.0.0.1 --port {self.port} --dtype float32".split()
-        command += f"--max-model-len 512 --max-num-seqs {STREAMS} --enforce-eager".split()
+        self.port = find_free_port()
+        command = [*launcher, *_build_command(model, str(self.port))]
         kept = {name: value for name, value in os.environ.items() if not name.startswith("OTEL_")}
         self._log = log
         with log.open("ab") as output:
@@ -138,6 +107,12 @@ class Serving:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(15)
         self.send_signal(signal.SIGKILL)
+
+
+def _build_command(model: Path, port: str) -> list[str]:
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+    command += f"--served-model-name tiny --host 127.0.0.1 --port {port} --dtype float32".split()
+    return command + f"--max-model-len 512 --max-num-seqs {STREAMS} --enforce-eager".split()
 
 
 # ── the clients ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -186,18 +161,7 @@ def measure(quick: bool) -> list[Line]:
 
 def _measure_switched(model: Path, folder: Path, receiver: Receiver, rounds: int) -> list[Line]:
     """Compares on with off in one server, and checks that requests are recorded exactly while the hooks are on."""
-    plugin = folder / "plugin"
-    (plugin / "switch-0.dist-info").mkdir(parents=True)
-    (plugin / "switch.py").write_text(PLUGIN)
-    (plugin / "switch-0.dist-info" / "METADATA").write_text(
-        "Metadata-Version: 2.1\nName: switch\nVersion: 0\n"
-    )
-    (plugin / "switch-0.dist-info" / "entry_points.txt").write_text(
-        "[vllm.general_plugins]\nswitch = switch:listen\n"
-    )
-    environ = {**_make_export_environment(receiver.endpoint), "PYTHONPATH": str(plugin)}
-    run = (sys.executable, "-m", "otel_infer", "run", "--")
-    server = Serving(model, folder / "switched.log", run, environ)
+    server = SwitchedServer(_build_command(model, "{port}"), folder / "switched", receiver.endpoint, ENVIRON)
     times: dict[str, list[ClientTimes]] = {ON: [], OFF: [], CONTROL: []}
     try:
         server.wait_until_ready()
@@ -206,10 +170,8 @@ def _measure_switched(model: Path, folder: Path, receiver: Receiver, rounds: int
         receiver.read_counts()
         for number in range(1, rounds + 1):
             for state in (ON, OFF, CONTROL, ON) if number % 2 else (OFF, ON, ON, CONTROL):
-                for listening in plugin.glob("*.pid"):
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(int(listening.stem), signal.SIGUSR1 if state == ON else signal.SIGUSR2)
-                time.sleep(SWITCH_S)
+                server.set_hooks(state == ON)
+                time.sleep(SETTLE_S)
                 times[state].append(asyncio.run(_run_load(server.port, number)))
         time.sleep(3)
         recorded = receiver.read_counts()["names"].get("text_completion tiny", 0)
@@ -268,10 +230,6 @@ def _measure_others(model: Path, folder: Path, receiver: Receiver, rounds: int) 
             asyncio.run(_run_load(servers[name].port, 0))  # warm-up
             servers[name].send_signal(signal.SIGSTOP)
         return make_lines(_measure_rounds(servers, rounds))
-
-
-def _make_export_environment(endpoint: str) -> dict[str, str]:
-    return {"OTEL_EXPORTER_OTLP_ENDPOINT": endpoint, "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf"}
 
 
 def _list_systems(endpoint: str) -> list[tuple[Any, ...]]:

@@ -1,0 +1,235 @@
+"""Measures one server: the sidecar's share, who holds the GIL, and rounds of blocks with and without hooks.
+
+The results are saved after each part and each round, so an interrupted run goes on where it ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from benchmarks import machine
+from benchmarks.receiver import Receiver
+from benchmarks.whole import gil_samples
+from benchmarks.whole.load import Block, Load
+from benchmarks.whole.servers import ServedLoad
+from benchmarks.whole.switched_server import SwitchedServer
+
+TOP_PLACES = 15
+
+
+class Plan(NamedTuple):
+    """How long each part takes, s."""
+
+    warm_up_s: float
+    block_s: float
+    min_rounds: int
+    rounds_s: float
+    sidecar_windows: int
+    sidecar_window_s: float
+    samples: int
+    samples_s: float
+    running_samples_s: float
+
+
+RUNNING_RATE = 250
+FULL = Plan(10.0, 3.0, 16, 900.0, 6, 10.0, gil_samples.SAMPLES, 600.0, 60.0)
+QUICK = Plan(3.0, 1.0, 1, 0.0, 2, 2.0, 100, 5.0, 3.0)
+MAX_SETTLE_S, MIN_SETTLE_S, MAX_BACKLOG_S = 8.0, 0.5, 60.0
+
+
+@dataclass
+class ServerResult:
+    """The measurements of one server. A round has the figures `on` and `off`."""
+
+    source: str
+    sidecar: list[float] = field(default_factory=list)
+    samples: dict[str, Any] = field(default_factory=dict)
+    running_samples: dict[str, Any] = field(default_factory=dict)
+    rounds: list[dict[str, dict[str, float]]] = field(default_factory=list)
+    rounds_s: float = 0.0
+    is_complete: bool = False
+
+    def save(self, path: Path) -> None:
+        """Writes the result; a reader never sees half of it."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_suffix(".new")
+        temporary.write_text(json.dumps(asdict(self), indent=1))
+        os.replace(temporary, path)
+
+
+def load_result(path: Path, source: str) -> ServerResult:
+    """Returns the saved result; an empty one if there is none, or if it was measured with other source code."""
+    try:
+        saved = ServerResult(**json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError):
+        return ServerResult(source)
+    return saved if saved.source == source else ServerResult(source)
+
+
+def measure_server(
+    served: ServedLoad,
+    model: Path,
+    result: ServerResult,
+    path: Path,
+    plan: Plan,
+    is_conclusive: Callable[[ServerResult], bool],
+) -> None:
+    """Measures the parts that the result lacks."""
+    if result.is_complete:
+        return
+    with run_server(served, model) as (server, load, folder):
+        warm = warm_up(served, server, load, plan.warm_up_s)
+        if not result.sidecar:
+            result.sidecar = measure_sidecar(server, plan)
+            result.save(path)
+        if not result.samples:
+            sample_server(server, folder, served.sample_rate, plan, result)
+            result.save(path)
+        wait_for_backlog(load, warm)
+        settle_s = choose_settle_time(warm)
+        block_s = max(plan.block_s, settle_s) if plan is FULL else plan.block_s
+        while not _is_done(result, plan, is_conclusive):
+            began = time.monotonic()
+            result.rounds.append(measure_round(server, load, len(result.rounds), settle_s, block_s))
+            result.rounds_s += time.monotonic() - began
+            result.save(path)
+            _print_progress(served, result)
+        result.is_complete = True
+        result.save(path)
+
+
+@contextlib.contextmanager
+def run_server(served: ServedLoad, model: Path) -> Iterator[tuple[SwitchedServer, Load, Path]]:
+    """Starts the server with its load. Yields both, and a folder for temporary files."""
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        receiver = stack.enter_context(Receiver())
+        command = [part.replace("{model}", str(model)) for part in served.command]
+        server = SwitchedServer(command, folder, receiver.endpoint, served.variables)
+        stack.callback(server.close)
+        server.wait_until_ready()
+        options = json.loads(json.dumps(served.options).replace("{model}", str(model)))
+        load = Load(server, served.kind, served.number, options, folder)
+        stack.callback(load.close)
+        yield server, load, folder
+
+
+def warm_up(served: ServedLoad, server: SwitchedServer, load: Load, seconds: float) -> Block:
+    """Returns a block with hooks installed, so long after the first answers. Raises RuntimeError if a request failed or
+    none was answered."""
+    until = time.monotonic() + MAX_BACKLOG_S
+    while not load.measure_block(1.0).units and time.monotonic() < until:
+        pass
+    time.sleep(seconds)
+    warm = load.measure_block(seconds)
+    if not warm.units or warm.errors:
+        raise RuntimeError(f"{server.read_log()}\n{served.name}: {warm.units} units, {warm.errors} errors")
+    return warm
+
+
+def wait_for_backlog(load: Load, warm: Block) -> None:
+    """Waits until requests that queued while the server was sampled are answered; a minute at most."""
+    until = time.monotonic() + MAX_BACKLOG_S
+    while time.monotonic() < until:
+        firsts = load.measure_block(1.0).firsts
+        if len(firsts) and np.median(firsts) < 2 * np.median(warm.firsts):
+            return
+
+
+def choose_settle_time(warm: Block) -> float:
+    """Returns how long after a switch until requests from before it have ended, s."""
+    longest = float(np.percentile(warm.lengths, 95)) if len(warm.lengths) else 0.0
+    return min(max(longest, MIN_SETTLE_S), MAX_SETTLE_S)
+
+
+def _is_done(result: ServerResult, plan: Plan, is_conclusive: Callable[[ServerResult], bool]) -> bool:
+    if len(result.rounds) < plan.min_rounds:
+        return False
+    return result.rounds_s > plan.rounds_s or is_conclusive(result)
+
+
+def measure_round(
+    server: SwitchedServer, load: Load, number: int, settle_s: float, block_s: float
+) -> dict[str, dict[str, float]]:
+    """Measures on, off, off, on (in every other round off, on, on, off), and returns the figures of both states."""
+    blocks: dict[bool, list[Block]] = {True: [], False: []}
+    for is_on in (True, False, False, True) if number % 2 == 0 else (False, True, True, False):
+        server.set_hooks(is_on)
+        time.sleep(settle_s)
+        blocks[is_on].append(load.measure_block(block_s))
+    server.set_hooks(True)
+    return {
+        name: summarize_block(blocks[is_on][0].join(blocks[is_on][1]))
+        for name, is_on in (("on", True), ("off", False))
+    }
+
+
+def summarize_block(block: Block) -> dict[str, float]:
+    """Returns the rate (1/s), the CPU time of a unit (s), and percentiles of gaps and of times to the first (s)."""
+    figures = {
+        "rate": block.units / block.seconds,
+        "cpu": block.cpu / max(block.units, 1),
+        "errors": float(block.errors),
+    }
+    for name, column, percents in (("gap", block.gaps, (50, 99)), ("first", block.firsts, (50, 99))):
+        for percent in percents:
+            figures[f"{name}_p{percent}"] = (
+                float(np.percentile(column, percent)) if len(column) else float("nan")
+            )
+    return figures
+
+
+def measure_sidecar(server: SwitchedServer, plan: Plan) -> list[float]:
+    """Returns the CPU time of the sidecar with hooks installed, as a share of one core, by window."""
+    server.set_hooks(True)
+    pid = server.find_sidecar()
+    if pid is None:
+        raise RuntimeError(f"the sidecar does not run\n{server.read_log()}")
+    shares = []
+    for _ in range(plan.sidecar_windows):
+        began, cpu = time.perf_counter(), machine.read_cpu_ns(pid)
+        time.sleep(plan.sidecar_window_s)
+        shares.append((machine.read_cpu_ns(pid) - cpu) / 1e9 / (time.perf_counter() - began))
+    return shares
+
+
+def sample_server(server: SwitchedServer, folder: Path, rate: int, plan: Plan, result: ServerResult) -> None:
+    """Samples the server with hooks installed, without stops and then with native frames."""
+    server.set_hooks(True)
+    pid = server.find_main_process()
+    running = (RUNNING_RATE, plan.samples, plan.running_samples_s, gil_samples.NONBLOCKING)
+    result.running_samples = describe_shares(*gil_samples.record_samples(pid, folder, *running))
+    stopped = (rate, plan.samples, plan.samples_s)
+    result.samples = describe_shares(*gil_samples.record_samples(pid, folder, *stopped))
+
+
+def describe_shares(shares: gil_samples.GilShares, missing: str) -> dict[str, Any]:
+    """Returns the counts of samples: all, ours, ours by hook and by function, and by process."""
+    return {
+        "total": shares.total,
+        "ours": shares.hooks.total(),
+        "hooks": dict(shares.hooks.most_common(TOP_PLACES)),
+        "functions": dict(shares.functions.most_common(TOP_PLACES)),
+        "processes": shares.processes,
+        "missing": missing,
+    }
+
+
+def _print_progress(served: ServedLoad, result: ServerResult) -> None:
+    last: Sequence[float] = [result.rounds[-1][state]["rate"] for state in ("on", "off")]
+    print(
+        f"{served.name}: round {len(result.rounds)}: {last[0]:.1f} {served.unit}s/s on, {last[1]:.1f} off",
+        file=sys.stderr,
+        flush=True,
+    )

@@ -1,0 +1,116 @@
+"""The servers that are measured, with their loads."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from dataclasses import dataclass, field
+from typing import Any
+
+TOKENS = 96
+GENERATE, BATCHER, CLASSIFIER = (
+    "benchmarks.whole.programs.generate",
+    "benchmarks.whole.programs.batcher",
+    "benchmarks.whole.programs.classifier",
+)
+CHAT = "/v1/chat/completions"
+DECODE_ONLY = json.dumps({"kv_connector": "DecodeBenchConnector", "kv_role": "kv_both"})
+COUNT_TOKENS = {"include_usage": True, "continuous_usage_stats": True}
+VLLM_VARIABLES = {"VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_HOST_IP": "127.0.0.1"}
+
+
+@dataclass(frozen=True)
+class ServedLoad:
+    """A server and its load. `{port}` and `{model}` in the command are replaced."""
+
+    name: str
+    title: str
+    command: tuple[str, ...]
+    kind: str
+    number: int
+    options: dict[str, Any]
+    variables: dict[str, str] = field(default_factory=dict)
+    is_cpu_gated: bool = False
+    sample_rate: int = 25
+
+    @property
+    def unit(self) -> str:
+        """The unit of the load."""
+        return "token" if self.kind == "streams" else "request"
+
+
+def list_servers() -> list[ServedLoad]:
+    """Returns the servers that this Python environment can run: vLLM's where vLLM is installed, else the others."""
+    if importlib.util.find_spec("vllm"):
+        return [_serve_vllm(number) for number in (8, 32)]
+    return [
+        *(_serve_transformers(number) for number in (1, 8, 32, 128)),
+        *(_serve_generate(number) for number in (1, 4)),
+        _serve_requests("batcher", "a hand-made batcher", BATCHER),
+        _serve_requests("forward", "FastAPI + forward", CLASSIFIER),
+    ]
+
+
+def _stream_options(**changes: Any) -> dict[str, Any]:
+    return {"path": CHAT, "tokens": TOKENS, "model": "{model}", **changes}
+
+
+def _name_streams(number: int) -> str:
+    return f"{number} stream" + "s" * (number > 1)
+
+
+def _serve_transformers(number: int) -> ServedLoad:
+    command = "serve {model} --host 127.0.0.1 --port {port} --device cpu --continuous-batching"
+    sizes = "--cb-num-blocks 256 --cb-max-batch-tokens 512"
+    main = (sys.executable, "-c", "from transformers.cli.transformers import main; main()")
+    return ServedLoad(
+        f"transformers-serve-{number}",
+        f"transformers serve, {_name_streams(number)}",
+        (*main, *f"{command} {sizes}".split()),
+        "streams",
+        number,
+        _stream_options(),
+    )
+
+
+def _serve_generate(number: int) -> ServedLoad:
+    return ServedLoad(
+        f"generate-{number}",
+        f"FastAPI + generate + streamer, {_name_streams(number)}",
+        (sys.executable, "-m", GENERATE, "{port}", "{model}"),
+        "streams",
+        number,
+        _stream_options(),
+    )
+
+
+def _serve_vllm(number: int) -> ServedLoad:
+    command = "--model {model} --served-model-name tiny --host 127.0.0.1 --port {port} --dtype float32"
+    sizes = "--max-model-len 512 --max-num-seqs 32 --enforce-eager --no-enable-prefix-caching"
+    return ServedLoad(
+        f"vllm-{number}",
+        f"vLLM on a CPU, decode only, {_name_streams(number)}",
+        (
+            *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
+            *f"{command} {sizes} --kv-transfer-config".split(),
+            DECODE_ONLY,
+        ),
+        "streams",
+        number,
+        _stream_options(model="tiny", extra={"ignore_eos": True, "stream_options": COUNT_TOKENS}),
+        VLLM_VARIABLES,
+    )
+
+
+def _serve_requests(name: str, title: str, module: str) -> ServedLoad:
+    return ServedLoad(
+        name,
+        f"{title}, 200 requests/s",
+        (sys.executable, "-m", module, "{port}", "{model}"),
+        "requests",
+        200,
+        {"path": "/classify"},
+        is_cpu_gated=True,
+        sample_rate=100,
+    )
