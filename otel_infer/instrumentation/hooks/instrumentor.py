@@ -25,7 +25,7 @@ from otel_infer import _clock
 from otel_infer.instrumentation.hooks.callback import CallbackFactory, CallbackPatch
 from otel_infer.instrumentation.hooks.distribution import find_version, is_importable
 from otel_infer.instrumentation.hooks.import_starts import estimate_past_import, import_starts
-from otel_infer.instrumentation.hooks.patch import FunctionPatch, HotPathPatch
+from otel_infer.instrumentation.hooks.patch import FunctionPatch, HotPathPatch, OnDemandPatch
 from otel_infer.instrumentation.hooks.probe import Probe, WrapperFactory
 from otel_infer.instrumentation.hooks.target import TargetMismatch
 from otel_infer.ringbuffer import events
@@ -185,6 +185,19 @@ class Instrumentor:
             return make
 
         return register_factory
+
+    def patch_on_demand(
+        self,
+        target: str,
+        make: WrapperFactory,
+        reads: Sequence[str] = (),
+        optional: bool = False,
+        part: str = "",
+    ) -> OnDemandPatch:
+        """Registers a hot-path patch that replaces its target once its `demand` is called, and returns it."""
+        patch = OnDemandPatch(target, make, reads, optional, part)
+        self._add_patch(patch)
+        return patch
 
     def add_callback(self, target: str) -> Callable[[CallbackFactory], CallbackFactory]:
         """Returns a decorator for a factory. The result of `make(hook)` joins the callback list `target`."""

@@ -154,3 +154,35 @@ class HotPathPatch(_AttributePatch):
 
     def _wrap_original(self, original: Callable[..., Any]) -> Callable[..., Any]:
         return functools.wraps(original)(self.make(original, self.hook))
+
+
+class OnDemandPatch(HotPathPatch):
+    """A `HotPathPatch` that counts as installed, but replaces its target only once `demand` was called.
+
+    For a hook that few servers need on a function that all of them call once per token.
+    """
+
+    _is_demanded = False
+
+    def demand(self) -> None:
+        """Replaces the target from now on, while installed. Raises `TargetMismatch`."""
+        if not self._is_demanded:
+            self._is_demanded = True
+            if self.installed:
+                self._replace_target()
+
+    def install(self) -> bool:
+        if self._find_target() is None:
+            return False
+        if self._is_demanded and not self.installed:
+            return self._replace_target()
+        self.installed = True
+        return True
+
+    def remove(self) -> None:
+        super().remove()
+        self.installed = False
+
+    def _replace_target(self) -> bool:
+        self.installed = False
+        return super().install()

@@ -26,7 +26,7 @@ from otel_infer import _clock
 from otel_infer.gpu.timing import UNTIMED
 from otel_infer.instrumentation.hooks.probe import Call, Hook
 from otel_infer.instrumentation.hooks.suppression import suppress_torch
-from otel_infer.instrumentation.transformers import kv_cache
+from otel_infer.instrumentation.transformers import generation_run
 from otel_infer.instrumentation.transformers._instrumentor import (
     ENGINE,
     already_submitted,
@@ -154,6 +154,8 @@ def _wrap_decoding_loop(original: Callable[..., Any], hook: Hook) -> Callable[..
                 if arguments.get("generation_config") is not None:
                     run.begin_loop(self, input_ids, arguments)
                 run.drafting = hook.target.endswith("._assisted_decoding")
+                if run.drafting:
+                    update_model_kwargs_patch.demand()
                 # These loops wait for tokens or scores from the device before they check whether to continue.
                 run.has_waited = not hook.target.endswith("._sample") or arguments.get("streamer") is not None
             except Exception as exc:
@@ -169,13 +171,10 @@ for _name in DECODING_LOOPS:
     )(_wrap_decoding_loop)
 
 
-@instrumentor.patch_hot_path(
-    f"{_GENERATION}._update_model_kwargs_for_generation", reads=("num_new_tokens",), part="generate"
-)
-def update_model_kwargs(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
-    """Reads the number of accepted tokens in assisted decoding, and the cache in every loop.
+def _wrap_update_model_kwargs(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+    """Reads the number of accepted tokens in assisted decoding.
 
-    The number includes the token that follows the accepted draft tokens.
+    It includes the token that follows the accepted draft tokens.
     """
 
     def update_model_kwargs(*args: Any, **kwargs: Any) -> Any:
@@ -185,12 +184,17 @@ def update_model_kwargs(original: Callable[..., Any], hook: Hook) -> Callable[..
                 run.accepted_tokens = int(kwargs.get("num_new_tokens", 1))
             except Exception as exc:
                 hook.mark_failed(exc)
-        result = original(*args, **kwargs)
-        if run is not None and run.iterations < 2 and hook.alive and type(result) is dict:
-            run.cache = kv_cache.find_cache(result)
-        return result
+        return original(*args, **kwargs)
 
     return update_model_kwargs
+
+
+update_model_kwargs_patch = instrumentor.patch_on_demand(
+    f"{_GENERATION}._update_model_kwargs_for_generation",
+    _wrap_update_model_kwargs,
+    reads=("num_new_tokens",),
+    part="generate",
+)
 
 
 def _wrap_encoder(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
@@ -240,10 +244,7 @@ def wrap_prefill(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]
     return prefill
 
 
-@instrumentor.patch_hot_path(
-    "transformers.generation.utils:StopCheck.__call__", optional=True, part="generate"
-)
-def wrap_stop_check(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+def _wrap_stop_check(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     """Ends the launch of a step: from 5.17 on, this call waits for streamer tokens and stop condition."""
 
     def stop_check(*args: Any, **kwargs: Any) -> Any:
@@ -256,6 +257,12 @@ def wrap_stop_check(original: Callable[..., Any], hook: Hook) -> Callable[..., A
         return original(*args, **kwargs)
 
     return stop_check
+
+
+stop_check_patch = instrumentor.patch_on_demand(
+    "transformers.generation.utils:StopCheck.__call__", _wrap_stop_check, optional=True, part="generate"
+)
+generation_run.on_device_timed = stop_check_patch.demand
 
 
 @instrumentor.patch_hot_path(f"{_GENERATION}._has_unfinished_sequences", part="generate")

@@ -10,7 +10,7 @@ from typing import Any
 
 from otel_infer import _clock
 from otel_infer.gpu.timed_work import StepWork
-from otel_infer.gpu.timing import UNTIMED, timing
+from otel_infer.gpu.timing import HOST_SAMPLE_NS, UNTIMED, timing
 from otel_infer.instrumentation.transformers import kv_cache
 from otel_infer.instrumentation.transformers._instrumentor import CANCELLED, ENGINE
 from otel_infer.instrumentation.transformers.detokenize_sample import DetokenizeSample
@@ -19,6 +19,10 @@ from otel_infer.ringbuffer import events
 from otel_infer.ringbuffer.batch_writer import BatchWriter
 from otel_infer.tracing import request_span
 from otel_infer.tracing.outcome import classify_exception
+
+
+def on_device_timed() -> None:
+    """Called where a device times steps; `generate` puts its function here, which installs another hook."""
 
 
 class GenerationRun:
@@ -45,6 +49,7 @@ class GenerationRun:
         self.timing_handle: Any = UNTIMED
         self.device: Any = None
         self.has_waited = False
+        self.timing_due_at = 0
         self.cache: Any = None
         self.iterations = self.step = self.tokens = self.prefill_tokens = 0
 
@@ -73,6 +78,7 @@ class GenerationRun:
         # Inputs may stay on the host. An offloaded model reports the device `meta`, where nothing is.
         device = getattr(model, "device", None)
         self.device = input_ids.device if device is None or device.type == "meta" else device
+        self.cache = kv_cache.find_cache(arguments)
         self.stepping = True
 
     def _count_uncached(self, arguments: Mapping[str, Any], prompts: int, start: int) -> int:
@@ -93,7 +99,16 @@ class GenerationRun:
         if self.writer is not None:
             column = b"" if tokens == 1 else array("I", (tokens,)).tobytes()
             self.step = self.writer.write_scheduled(self.members, (), column, running=1)
-            self.timing_handle = timing.begin(always=self.iterations < 2, on=self.device)
+            self.begin_timing(_clock.now(), self.iterations < 2)
+
+    def begin_timing(self, at: int, always: bool) -> None:
+        """Begins to time the step, if it is one of the sample."""
+        self.timing_handle = timing.begin(always=always, on=self.device)
+        if timing.is_device_timed:
+            self.timing_due_at = 0  # each step counts for the sample of a device
+            on_device_timed()
+        else:
+            self.timing_due_at = at + HOST_SAMPLE_NS
 
     def mark_launched(self, has_waited: bool = False) -> None:
         """Ends the device timing of the step. `has_waited`: the host has already waited for the device."""
@@ -111,6 +126,9 @@ class GenerationRun:
 
     def advance_iteration(self, goes_on: bool) -> None:
         """Ends the running step, and begins the next if the loop continues (`goes_on`)."""
+        if goes_on and self.iterations and self.rows == self.computed_rows == self.accepted_tokens == 1:
+            self._continue_sequence()
+            return
         self.iterations += 1
         if self.iterations > 1:
             self.end_step()
@@ -118,6 +136,22 @@ class GenerationRun:
             kv_cache.record_size(self.request, self.cache)
         if goes_on and (self.iterations > 1 or not self.prefilled):
             self.begin_step(self.computed_rows if self.iterations > 1 else self.prefill_tokens)
+
+    def _continue_sequence(self) -> None:
+        """Ends the step of one sequence and begins the next; most calls have no others."""
+        self.iterations += 1
+        self.tokens += 1
+        if self.iterations == 2:
+            kv_cache.record_size(self.request, self.cache)
+        writer = self.writer
+        if writer is not None:
+            at = _clock.now()
+            writer.write_single_tokens(self.step, at)
+            self.step = writer.write_unchanged(1, 0, 0, 1, 0) or writer.write_scheduled(
+                self.members, running=1
+            )
+            if at >= self.timing_due_at:
+                self.begin_timing(at, False)
 
     def record_result(self, result: Any) -> None:
         """Records the normal end of the call: generated tokens, finish reason and cache size."""
