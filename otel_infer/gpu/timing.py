@@ -89,6 +89,11 @@ class DeviceTiming:
         slot = self._thread.slot
         return slot is not None and slot.timeline is not None
 
+    def may_use_device(self, now: int) -> bool:
+        """Returns whether `begin` is worth a call: the thread has a device, or is to look for one again."""
+        thread = self._thread
+        return thread.slot is not None or (self.is_on and now - thread.checked_at >= DEVICE_CHECK_NS)
+
     def begin(
         self, stream: object = None, always: bool = False, is_step: bool = True, on: Any = None
     ) -> DeviceSpan | int:

@@ -37,7 +37,7 @@ class RequestSpan(trace.Span):
     """
 
     # Values that most requests never change are class attributes, which saves a store for each request.
-    ended = is_named = tokenizing = False
+    ended = is_named = has_forward_name = tokenizing = False
     responding = tokens_reached = first_token_sent = False
     operation = engine = ""
     detokenize_ns = 0
@@ -96,8 +96,13 @@ class RequestSpan(trace.Span):
 
     def record_stage(self, name: str, started_at: int, items: int = 0) -> None:
         """Records that a stage ended now. `items`: how many it processed; 0 = unknown, or `events.RAISED`."""
-        fields = _clock.now(), started_at, name, items
-        self.record_event(events.make_tuple(events.StageEnded, fields))
+        writer = recorder.requests
+        if writer is not None and self.handle:
+            try:
+                fields = _clock.now(), started_at, name, items
+                writer.write_event(self.handle, events.make_tuple(events.StageEnded, fields))
+            except Exception as error:  # the request continues unrecorded
+                recorder.report_lost_event(error)
 
     def record_submitted(
         self, engine: str, sequences: int = 1, input_tokens: int = 0, max_tokens: int = 0

@@ -48,7 +48,8 @@ _LAYER_MODULES = "torch.nn.modules."
 
 _outermost_modules: dict[int, weakref.ref[Any]] = {}
 _patched_classes: weakref.WeakSet[type] = weakref.WeakSet()
-_named_requests: weakref.WeakSet[request_span.RequestSpan] = weakref.WeakSet()
+_model_names: dict[int, str] = {}
+"""Names of the outermost modules that were called, by their ids."""
 
 
 class _TorchInstrumentor(Instrumentor):
@@ -144,8 +145,12 @@ def _begin_forward(module: Any) -> _ForwardCall | None:
             return None
         request = start.current_request()
         if request is not None:
-            _set_model_name(request, module)
-            return _ForwardCall(request, _clock.now(), None, _begin_timing(module))
+            if not request.is_named and not request.has_forward_name:  # the first model that served it
+                request.has_forward_name = True
+                request.set_operation(OPERATION, PROVIDER, _model_names.get(id(module)) or _read_name(module))
+            now = _clock.now()
+            handle = _begin_timing(module) if timing.may_use_device(now) else UNTIMED
+            return tuple.__new__(_ForwardCall, (request, now, None, handle))
         if not recorder.active or _call_descriptor.is_grad_enabled():
             return None
         name = read_model_name(module)
@@ -170,7 +175,8 @@ def _end_forward(forward: _ForwardCall, args: Any, kwargs: Any, failure: BaseExc
     if token is not None:
         detach(token)
     try:
-        timing.end(timing_handle, StageWork(STAGE, request.handle))
+        if timing_handle != UNTIMED:
+            timing.end(timing_handle, StageWork(STAGE, request.handle))
     except Exception as exc:  # the device failed; the stage is recorded nevertheless
         _call_descriptor.hook.mark_failed(exc)
     try:
@@ -196,11 +202,9 @@ def _begin_timing(module: Any) -> Any:
         return UNTIMED
 
 
-def _set_model_name(request: request_span.RequestSpan, module: Any) -> None:
-    """Sets the model that served the request: the first one, unless the name was set otherwise."""
-    if not request.is_named and request not in _named_requests:
-        _named_requests.add(request)
-        request.set_operation(OPERATION, PROVIDER, read_model_name(module))
+def _read_name(module: Any) -> str:
+    name = _model_names[id(module)] = read_model_name(module)
+    return name
 
 
 def _read_batch_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
@@ -249,6 +253,7 @@ def patch_train(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
         try:
             if mode:
                 _outermost_modules.pop(id(self), None)
+                _model_names.pop(id(self), None)
             else:
                 _watch_module(self)
         except BaseException as exc:
@@ -300,6 +305,7 @@ def _watch_module(module: Any) -> None:
 def _forget_module(module_id: int, ref: weakref.ref[Any]) -> None:
     if _outermost_modules.get(module_id) is ref:
         del _outermost_modules[module_id]
+        _model_names.pop(module_id, None)
 
 
 def _patch_class(kind: type) -> bool:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from otel_infer import _clock
 from otel_infer.gpu.timed_work import StepWork
-from otel_infer.gpu.timing import UNTIMED, timing
+from otel_infer.gpu.timing import HOST_SAMPLE_NS, UNTIMED, timing
 from otel_infer.instrumentation.hooks.probe import Hook
 from otel_infer.instrumentation.transformers._instrumentor import ENGINE, instrumentor
 from otel_infer.instrumentation.transformers.continuous_batching import CB, PART, current_loop
@@ -18,7 +19,7 @@ def wrap_compute_batch(original: Callable[..., Any], hook: Hook) -> Callable[...
 
     def compute_batch(self: Any, *args: Any, **kwargs: Any) -> Any:
         tracker = current_loop.latest
-        if tracker is None or not tracker.in_flight or not hook.alive:
+        if tracker is None or not tracker.in_flight or not hook.alive or _clock.now() < tracker.timing_due_at:
             return original(self, *args, **kwargs)
         timing_handle: Any = UNTIMED
         try:
@@ -27,6 +28,8 @@ def wrap_compute_batch(original: Callable[..., Any], hook: Hook) -> Callable[...
             timing_handle = timing.begin(
                 getattr(io, "compute_stream", None), not flight.decode_only, on=getattr(io, "device", None)
             )
+            # Each step counts for the sample of a device; the host's clock times few.
+            tracker.timing_due_at = 0 if timing.is_device_timed else _clock.now() + HOST_SAMPLE_NS
         except Exception as exc:
             hook.mark_failed(exc)
         try:

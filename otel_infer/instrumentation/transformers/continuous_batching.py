@@ -81,6 +81,7 @@ class _BatchTracker:
     def __init__(self, writer: BatchWriter, cache: Any) -> None:
         self.writer, self.pid = writer, os.getpid()
         self.closed = False
+        self.timing_due_at = 0
         self.removed: list[Any] = []
         self.last_states: list[Any] = []
         self.in_flight: deque[_InFlightBatch] = deque(maxlen=8)
@@ -274,14 +275,12 @@ class _BatchingLoop(threading.local):
 current_loop = _BatchingLoop()
 
 
-def _get_tracker(scheduler: Any) -> _BatchTracker | None:
-    tracker: _BatchTracker | None = getattr(scheduler, "_otel_infer_batches", None)
-    if tracker is None or tracker.closed or not tracker.writer.alive:
-        writer = recorder.acquire_batch_writer(ENGINE)
-        if writer is None:
-            return None
-        tracker = scheduler._otel_infer_batches = _BatchTracker(writer, scheduler.cache)
-        current_loop.trackers = [*filter(_is_alive, current_loop.trackers), tracker]
+def _create_tracker(scheduler: Any) -> _BatchTracker | None:
+    writer = recorder.acquire_batch_writer(ENGINE)
+    if writer is None:
+        return None
+    tracker = scheduler._otel_infer_batches = _BatchTracker(writer, scheduler.cache)
+    current_loop.trackers = [*filter(_is_alive, current_loop.trackers), tracker]
     return tracker
 
 
@@ -333,7 +332,9 @@ def _wrap_schedule_batch(original: Callable[..., Any], hook: Hook) -> Callable[.
             try:
                 futures = result[0]
                 if futures:
-                    tracker = _get_tracker(self)
+                    tracker = getattr(self, "_otel_infer_batches", None)
+                    if tracker is None or tracker.closed or not tracker.writer.alive:
+                        tracker = _create_tracker(self)
                     current_loop.latest = tracker
                     if tracker is not None:
                         tracker.record_scheduled(self, futures, result[2])

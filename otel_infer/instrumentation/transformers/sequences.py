@@ -10,12 +10,13 @@ host) or in a new state (KV recomputed). `continuous_batching` records the steps
 
 from __future__ import annotations
 
+import inspect
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from typing import Any
 
 from otel_infer import _clock
-from otel_infer.instrumentation.hooks.probe import Call, Hook
+from otel_infer.instrumentation.hooks.probe import Hook
 from otel_infer.instrumentation.transformers._instrumentor import (
     ENGINE,
     instrumentor,
@@ -96,34 +97,53 @@ _adding = _AddRequestState()
 # ── submission ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@instrumentor.patch_function(f"{MANAGER}.add_request", reads=("input_ids", "max_new_tokens"), part=PART)
-def trace_add_request(call: Call) -> Generator[None, Any, None]:
-    manager = call.instance
+@instrumentor.patch_hot_path(f"{MANAGER}.add_request", reads=("input_ids", "max_new_tokens"), part=PART)
+def wrap_add_request(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+    """Records the submission, and binds the states that are created meanwhile to the request."""
+    limit_position = list(inspect.signature(original).parameters).index("max_new_tokens") - 1
+
+    def add_request(self: Any, *args: Any, **kwargs: Any) -> Any:
+        group = None
+        if hook.alive and getattr(self, "is_tp_driver", True):
+            try:
+                limit = kwargs.get("max_new_tokens")
+                limit = args[limit_position] if len(args) > limit_position else limit
+                group = _begin_group(self, args[0] if args else kwargs.get("input_ids"), limit)
+            except Exception as exc:
+                hook.mark_failed(exc)
+        if group is None:
+            return original(self, *args, **kwargs)
+        _adding.group = group
+        try:
+            accepted = original(self, *args, **kwargs)
+        except BaseException as exc:
+            if group.owns_request:
+                group.request.close(*classify_exception(exc))
+            raise
+        finally:
+            _adding.group = None
+        if accepted is None and group.owns_request:
+            group.request.close(events.ERROR, "rejected")
+        return accepted
+
+    return add_request
+
+
+def _begin_group(manager: Any, input_ids: Any, limit: Any) -> _SequenceGroup | None:
+    """Records that a prompt is submitted; returns its sequences, None while nothing is recorded."""
     request = start.current_request()
     own = request is None
-    if getattr(manager, "is_tp_driver", True):
-        request = request or open_own_request(OPERATION, manager.model)
-    if request is None or not getattr(manager, "is_tp_driver", True):
-        yield
-        return
-    if not own:
+    if request is None:
+        request = open_own_request(OPERATION, manager.model)
+        if request is None:
+            return None
+    else:
         name_request(request, OPERATION, manager.model)
-    limit = call["max_new_tokens"]
     if limit is None:
         limit = getattr(manager.generation_config, "max_new_tokens", None)
     copies = events.clamp_count(getattr(manager, "num_return_sequences", 1)) or 1
-    request.record_submitted(ENGINE, copies, prompt_length(call["input_ids"]), limit)
-    _adding.group = _SequenceGroup(request, own, copies)
-    try:
-        accepted = yield
-    except BaseException as exc:
-        if own:
-            request.close(*classify_exception(exc))
-        raise
-    finally:
-        _adding.group = None
-    if accepted is None and own:
-        request.close(events.ERROR, "rejected")
+    request.record_submitted(ENGINE, copies, prompt_length(input_ids), limit)
+    return _SequenceGroup(request, own, copies)
 
 
 @instrumentor.patch_hot_path(f"{_STATE}.__post_init__", part=PART)

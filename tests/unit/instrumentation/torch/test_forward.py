@@ -198,6 +198,7 @@ def test_failed_device_timing_keeps_stage_and_end(
     def fail(*args: Any) -> None:
         raise RuntimeError("the device failed")
 
+    monkeypatch.setattr(forward_hooks.timing, "begin", lambda **more: 1)
     monkeypatch.setattr(forward_hooks.timing, "end", fail)
     watch_module(Encoder())(Tensor(3, 7))
     (record,) = recording.records()

@@ -426,16 +426,19 @@ class Manager:
         self.__dict__.update(more)
 
     def add(self, prompt: Any) -> Any:
-        """Runs the probe of `add_request`."""
-        parameters: Any = {"input_ids": (0, None), "max_new_tokens": (1, None)}
-        probe = sequences.trace_add_request(Call(self, (prompt,), {}, parameters))
-        next(probe)
+        """Calls the hooked `add_request`."""
+
+        def add_request(self: Any, input_ids: Any, max_new_tokens: Any = None) -> Any:
+            if isinstance(self.answer, BaseException):
+                raise self.answer
+            return self.answer
+
+        hooked = sequences.wrap_add_request(add_request, Hook("add_request"))
         if isinstance(self.answer, BaseException):
             with pytest.raises(type(self.answer)):
-                probe.throw(self.answer)
+                hooked(self, prompt)
         else:
-            with pytest.raises(StopIteration):
-                probe.send(self.answer)
+            assert hooked(self, prompt) == self.answer
 
 
 @pytest.mark.parametrize(("answer", "error"), [(None, "rejected"), (OSError(), "OSError")])
