@@ -205,7 +205,9 @@ def _attribute_stage(
         )
         _distribute_time(causes, prompt.causes, taken, remainder_cause)
     elif name == semconv.SPAN_POSTPROCESS:
-        detokenize_ns = min(taken, record.detokenize_ns // max(record.chunks, 1))
+        # The chunks of a stream are not counted where they reach the server without a frame of ours.
+        pieces = record.chunks or (record.output_tokens if record.status_code else 0)
+        detokenize_ns = min(taken, record.detokenize_ns // max(pieces, 1))
         causes[semconv.CAUSE_DETOKENIZE] += detokenize_ns
         causes[semconv.CAUSE_EGRESS] += taken - detokenize_ns
     else:

@@ -234,6 +234,9 @@ stage of the application is application
 nested stage takes its time from the outer
     outer 0–100, tokenize 40–60, ends 100
     → application 80, tokenize 20
+of a stream that was not counted the last token is detokenize
+    step 0–10 a:4, step 10–20 a, ends 120 status=200 detokenize=8
+    → prefill 10, decode 10, detokenize 4, egress 96
 slow client is egress, final text is detokenize
     step 0–10 a:4, step 10–20 a, ends 120 chunks=1 send_wait=90 detokenize=8
     → prefill 10, decode 10, detokenize 8, egress 92
