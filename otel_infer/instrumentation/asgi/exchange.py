@@ -25,7 +25,7 @@ from otel_infer.instrumentation.asgi.parent_context import (
 )
 from otel_infer.instrumentation.asgi.response import Message, Response, Send
 from otel_infer.instrumentation.asgi.route import encode_method_and_route
-from otel_infer.instrumentation.asgi.server_connection import UNKNOWN_CONNECTION, watch_disconnect
+from otel_infer.instrumentation.asgi.server_connection import UNKNOWN_CONNECTION, follow_connection
 from otel_infer.instrumentation.hooks.probe import Hook
 from otel_infer.ringbuffer import events
 from otel_infer.tracing import caller, context, request_span, start
@@ -79,14 +79,17 @@ class Exchange(Response):
         self.route: Any = None
         self.route_error: Exception | None = None
         self.server_receive, self.server_send = receive, send
-        self.send = functools.partial(self.send_and_record)
         # uvicorn drops messages to a client that has left. Only `receive` and this flag show that.
         owner = getattr(send, "__self__", None)
         if type(getattr(owner, "disconnected", None)) is bool:
-            self.connection = owner
-            self.receive: Any = receive if watch_disconnect(owner, self) else self.receive_and_record
+            self.connection, self.is_followed = owner, follow_connection(owner, self)
         else:
-            self.connection, self.receive = UNKNOWN_CONNECTION, self.receive_and_record
+            self.connection, self.is_followed = UNKNOWN_CONNECTION, False
+        if self.is_followed:
+            self.receive: Any = receive
+            self.send = functools.partial(self.send_and_follow)
+        else:
+            self.receive, self.send = self.receive_and_record, functools.partial(self.send_and_record)
 
     def begin(self) -> None:
         """Opens the request before the application is called."""

@@ -16,7 +16,7 @@ from otel_infer import _clock
 from otel_infer.instrumentation.asgi import response_headers
 from otel_infer.instrumentation.asgi.server_connection import (
     UNKNOWN_CONNECTION,
-    follow_response,
+    follow_stream,
 )
 from otel_infer.instrumentation.hooks.probe import Hook
 from otel_infer.ringbuffer import events
@@ -35,6 +35,7 @@ class Response:
     sent or was sent. `disconnected_at`, `completed_at`: when the client was found to be gone, and when the
     last byte was handed over; monotonic ns, 0 = not yet. `started_at`: when sending of the only chunk began.
     `is_direct`: chunks pass without a frame of ours. `is_timed`: the server has no hooks that allow it.
+    `is_followed`: the server reports the last byte of every response, not of streams only.
     """
 
     __slots__ = (
@@ -45,6 +46,7 @@ class Response:
         "finishing",
         "hook",
         "is_direct",
+        "is_followed",
         "is_timed",
         "request",
         "send",
@@ -59,6 +61,7 @@ class Response:
     finishing: bool
     deferred: bool
     is_direct: bool
+    is_followed: bool
     is_timed: bool
     status: int
     disconnected_at: int
@@ -67,8 +70,23 @@ class Response:
     connection: Any
     send: Any
 
+    def send_and_follow(self, message: Message) -> Awaitable[None]:
+        """Calls the server's `send`, where the server reports the last byte: no coroutine of ours is awaited."""
+        try:
+            kind = message.get("type")
+            if kind == "http.response.body":
+                if self.request is not None:
+                    self._record_chunk(self.request, message, _now())
+            elif kind == "http.response.start":
+                message = self._start_response(message)
+        except BaseException as exc:
+            # Any other message is the application's error, which the server raises.
+            if isinstance(message, MutableMapping):
+                self.abandon_request(exc)
+        return self.server_send(message)
+
     async def send_and_record(self, message: Message) -> None:
-        """Calls the server's `send` and times it."""
+        """Calls the server's `send` and times it, where the server does not report the last byte."""
         began_at, request = 0, self.request
         try:
             kind = message.get("type")
@@ -123,7 +141,9 @@ class Response:
     def _send_directly(self, request: request_span.RequestSpan) -> None:
         """Lets the further chunks of a stream pass, unless the server does not report its end."""
         if not self.is_direct:
-            if self.is_timed or not follow_response(self.server_send, self):
+            if self.is_timed:
+                return
+            if not self.is_followed and not follow_stream(self.server_send, self):
                 self.is_timed = True
                 return
             self.is_direct = request.sends_directly = True
@@ -136,7 +156,8 @@ class Response:
         """Lets the next chunk pass through this object again, because it may be the first with a token."""
         send = self.send
         if send is not None:  # the exchange has not ended just now
-            send.__setstate__((self.send_and_record, (), {}, None))
+            own = self.send_and_follow if self.is_followed else self.send_and_record
+            send.__setstate__((own, (), {}, None))
 
     def record_disconnect(self, at: int) -> None:
         """Stores when the client was found to be gone, unless it is known."""
@@ -165,6 +186,8 @@ class Response:
             if self.connection.disconnected:
                 self.disconnected_at = self.disconnected_at or at
             self.completed_at, self.finishing = at, True
+            if self.is_followed and self.started_at and self.request is not None:
+                self.request.send_wait_ns = at - self.started_at  # of the only chunk
             # For a status of 500 or more, the exception behind it is still to come.
             if self.status < 500 or self.disconnected_at:
                 self.close_request(None)

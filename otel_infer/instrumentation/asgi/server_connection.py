@@ -20,8 +20,8 @@ from otel_infer.tracing import start
 _HTTP = "uvicorn.protocols.http"
 H11, HTTPTOOLS, FLOW_CONTROL = f"{_HTTP}.h11_impl", f"{_HTTP}.httptools_impl", f"{_HTTP}.flow_control"
 HYPERCORN, STREAMS = "hypercorn.protocol.http_stream", "asyncio.streams"
-FLOWS = {H11: FLOW_CONTROL, HTTPTOOLS: FLOW_CONTROL, HYPERCORN: STREAMS}
-"""For the module of a server's response: the module whose hooks report slow readers."""
+FLOWS = {H11: FLOW_CONTROL, HTTPTOOLS: FLOW_CONTROL}
+"""For each of uvicorn's HTTP implementations: the module whose hook reports slow readers."""
 
 _hooks: dict[str, Hook] = {}
 
@@ -45,41 +45,41 @@ class NoConnection:
 UNKNOWN_CONNECTION = NoConnection()
 
 
-def watch_disconnect(connection: Any, response: DirectResponse) -> bool:
-    """Reports a disconnect of this connection to `response`; returns False if no hook of ours can."""
-    hook = _hooks.get(type(connection).__module__)
-    if hook is None or not hook.alive:
-        return False
-    connection.otel_infer_response = response
-    return True
-
-
-def follow_response(send: Callable[..., Any], response: DirectResponse) -> bool:
-    """Reports the last byte to `response` from now on.
+def follow_connection(cycle: Any, response: DirectResponse) -> bool:
+    """Reports the last byte and a disconnect of this uvicorn cycle to `response`.
 
     Returns False if the hooks on this server are not installed.
     """
-    owner = getattr(send, "__self__", None)
-    module = type(owner).__module__
+    module = type(cycle).__module__
     hook, flow = _hooks.get(module), _hooks.get(FLOWS.get(module, ""))
     if hook is None or flow is None or not (hook.alive and flow.alive):
         return False
-    if module == HYPERCORN:
-        owner.otel_infer_response = response  # type: ignore[union-attr]
-    else:
-        _follow_cycle(owner, response)
-    return True
-
-
-def _follow_cycle(cycle: Any, response: DirectResponse) -> None:
-    """Puts a function in place of the one that uvicorn calls after the last byte. The cycle ends with it."""
     on_response = cycle.on_response
 
     def end_response() -> None:
         response.record_last_byte(_clock.now())
         on_response()
 
-    cycle.on_response = end_response
+    cycle.otel_infer_response, cycle.on_response = response, end_response  # the cycle ends with the response
+    return True
+
+
+def follow_stream(send: Callable[..., Any], response: DirectResponse) -> bool:
+    """Reports the last byte of this hypercorn stream to `response`.
+
+    Returns False if the hooks on this server are not installed.
+    """
+    stream = getattr(send, "__self__", None)
+    hook, flow = _hooks.get(type(stream).__module__), _hooks.get(STREAMS)
+    if (
+        type(stream).__module__ != HYPERCORN
+        or hook is None
+        or flow is None
+        or not (hook.alive and flow.alive)
+    ):
+        return False
+    stream.otel_infer_response = response  # type: ignore[union-attr]
+    return True
 
 
 def register_hooks(instrumentor: Instrumentor) -> None:
