@@ -87,13 +87,8 @@ class Recorder:
         `get_process_start` returns the process start, or None if it is not to be recorded. Both are called
         when the rings are created.
         """
-        self._make_arena, self._ensure_reader, self._get_fallback_arena, self._detect_role = (
-            make_arena,
-            ensure_reader,
-            get_fallback_arena,
-            role,
-        )
-        self._get_process_start = get_process_start
+        self._make_arena, self._ensure_reader, self._detect_role = make_arena, ensure_reader, role
+        self._get_fallback_arena, self._get_process_start = get_fallback_arena, get_process_start
         self._hook_reports.clear()
         self._startup_events.clear()
         self.active = True

@@ -442,14 +442,12 @@ def _count_with_transformers(size: int) -> list[int]:
             scheduled = count_opcodes(lambda: schedule(scheduler))
             return [
                 scheduled,
-                count_opcodes(lambda: continuous_batching._get_tracker(scheduler).record_done(futures[0])),
+                count_opcodes(lambda: scheduler._otel_infer_batches.record_done(futures[0])),
             ]
 
         counts = [*step(), *step(), *step(), *step()]
         leaving = futures[0].state
-        counts.append(
-            count_opcodes(lambda: continuous_batching._get_tracker(scheduler).remove_sequence(leaving))
-        )
+        counts.append(count_opcodes(lambda: scheduler._otel_infer_batches.remove_sequence(leaving)))
         futures = [*futures[1:], Future(size)]
         counts += step()
         assert hook.alive

@@ -81,7 +81,10 @@ class _CallDescriptor:
         """Stores the functions of torch that report compiling, tracing and gradients."""
         import torch
 
-        self.is_compiling, self.is_tracing = torch.compiler.is_compiling, torch.jit.is_tracing
+        self.is_compiling = torch.compiler.is_compiling
+        self.is_tracing = getattr(
+            torch._C, "_is_tracing", torch.jit.is_tracing
+        )  # the latter calls the former
         self.is_grad_enabled = torch.is_grad_enabled
 
     def __get__(self, module: Any, owner: Any = None) -> Any:

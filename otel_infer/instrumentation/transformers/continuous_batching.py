@@ -11,22 +11,15 @@ query length.
 
 from __future__ import annotations
 
-import os
 import threading
-from array import array
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from itertools import repeat
-from operator import attrgetter, is_
+from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
-from otel_infer import _clock
-from otel_infer.instrumentation.hooks.engines import KvBlockSizeRecorder
 from otel_infer.instrumentation.hooks.probe import Hook
 from otel_infer.instrumentation.hooks.suppression import suppress_torch
-from otel_infer.instrumentation.transformers import kv_cache
 from otel_infer.instrumentation.transformers._instrumentor import ENGINE, instrumentor
-from otel_infer.ringbuffer.batch_writer import BatchWriter
+from otel_infer.instrumentation.transformers.batch_tracker import BatchTracker
 from otel_infer.ringbuffer.recorder import recorder
 
 CB = "transformers.generation.continuous_batching"
@@ -34,231 +27,8 @@ MANAGER = f"{CB}.continuous_api:ContinuousBatchingManager"
 PROCESSOR = f"{CB}.continuous_api:ContinuousBatchProcessor"
 SCHEDULER = f"{CB}.scheduler"
 PART = "continuous batching"
-UNKNOWN_HANDLE = bytes(4)
 
-_get_state = attrgetter("state")
-_get_handle = attrgetter("otel_infer_handle")
-_get_query_length = attrgetter("query_length")
-_get_scheduled_tokens = attrgetter("state.tokens_to_process")
-_get_has_new_token = attrgetter("has_new_token")
 _is_alive = attrgetter("writer.alive")
-
-
-class _InFlightBatch:
-    """A step between schedule and update; `step` becomes 0 if it is recorded as done before its update.
-
-    `token_column`: tokens delivered per member (u32), empty = one each. `chunk_positions`: members that get
-    no token, because their prompt is not done. `decode_only`: each member is scheduled for one token.
-    """
-
-    __slots__ = (
-        "chunk_positions",
-        "decode_only",
-        "first_future",
-        "removed_states",
-        "states",
-        "step",
-        "token_column",
-    )
-
-    def __init__(
-        self, step: int, first: Any, states: list[Any], column: bytes, chunks: tuple[int, ...], plain: bool
-    ) -> None:
-        self.step, self.first_future, self.states, self.token_column, self.chunk_positions = (
-            step,
-            first,
-            states,
-            column,
-            chunks,
-        )
-        self.decode_only = plain
-        self.removed_states: tuple[Any, ...] = ()
-
-
-class _BatchTracker:
-    """Records the steps of one scheduler, on the thread that runs them."""
-
-    def __init__(self, writer: BatchWriter, cache: Any) -> None:
-        self.writer, self.pid = writer, os.getpid()
-        self.closed = False
-        self.timing_due_at = 0
-        self.removed: list[Any] = []
-        self.last_states: list[Any] = []
-        self.in_flight: deque[_InFlightBatch] = deque(maxlen=8)
-        self.read_kv_usage = kv_cache.make_usage_reader(cache)
-        self.blocks = KvBlockSizeRecorder(ENGINE, writer.number, kv_cache.tokens_per_block(cache))
-        self.blocks.record_block_size()
-        writer.pack_handles = _pack_handles
-
-    def record_scheduled(self, scheduler: Any, futures: list[Any], query_tokens: int) -> None:
-        """Records a composed batch. `query_tokens`: the sum of the tokens scheduled for its members.
-
-        A scheduled state is active, and scheduled once. So the batch is the last one if it has as many
-        members as are active, as many as before, nobody was removed, and each gets its next token.
-        """
-        active, size, last = scheduler.active_requests, len(futures), self.last_states
-        used, total = self.read_kv_usage()
-        running, waiting = len(active), len(scheduler.waiting_requests)
-        decode_only = query_tokens == size and futures[-1].has_new_token and not scheduler._requests_to_fork
-        if decode_only and size == running == len(last) and not self.removed:
-            step = self.writer.write_unchanged(size, used, total, running, waiting)
-            if step:
-                self.in_flight.append(_InFlightBatch(step, futures[0], last, b"", (), True))
-                return
-        self._record_changed(active, futures, query_tokens, decode_only, (used, total, running, waiting))
-
-    def _record_changed(
-        self,
-        active: dict[Any, Any],
-        futures: list[Any],
-        query_tokens: int,
-        decode_only: bool,
-        load: tuple[int, int, int, int],
-    ) -> None:
-        prefills = _NO_PREFILLS if decode_only else _find_prefills(futures, query_tokens)
-        scheduled_column = delivered_column = b""
-        chunk_positions: tuple[int, ...] = ()
-        if len(futures) == len(active) and prefills is not None:
-            states = list(active.values())
-        else:
-            states = list(map(_get_state, futures))
-        if prefills is None:
-            scheduled_column, delivered_column = (
-                _encode_scheduled_tokens(futures),
-                array("I", map(_get_has_new_token, futures)).tobytes(),
-            )
-        several, unfinished = prefills or _NO_PREFILLS
-        step = self.writer.write_scheduled(states, self.removed, scheduled_column, *load, several)
-        for state in unfinished:
-            chunk_positions += (self.writer.find_position(state),)
-        if self.removed:
-            self.removed = []
-            self.blocks.record_block_size()
-        self.last_states = states
-        self.in_flight.append(
-            _InFlightBatch(step, futures[0], states, delivered_column, chunk_positions, decode_only)
-        )
-
-    def record_done(self, first_future: Any) -> None:
-        """Records that the tokens of the step with this first future are on the host.
-
-        Ignores a step of another scheduler.
-        """
-        flights = self.in_flight
-        if flights[0].first_future is not first_future:
-            if not any(flight.first_future is first_future for flight in flights):
-                return
-            while flights[0].first_future is not first_future:  # results of earlier steps are never fetched
-                flights.popleft()
-        flight = flights.popleft()
-        if not flight.step:
-            return
-        column, discarded = flight.token_column, 0
-        if flight.removed_states:
-            column, discarded = _discard_tokens(flight)
-        elif flight.chunk_positions:
-            self.writer.write_done_except(flight.step, [(position, 0) for position in flight.chunk_positions])
-            return
-        if column:
-            self.writer.write_done(flight.step, column, len(flight.states), discarded)
-        else:
-            self.writer.write_single_tokens(flight.step, _clock.now(), discarded)
-
-    def remove_sequence(self, state: Any) -> None:
-        """Removes a sequence from the batch; tokens still in flight for it count as discarded."""
-        self.removed.append(state)
-        for flight in self.in_flight:
-            if (
-                not flight.step
-                or _contains_state(flight.removed_states, state)
-                or not self._is_in_batch(flight, state)
-            ):
-                continue
-            flight.removed_states += (state,)
-            # Without members left, the library may not fetch the step before the next request arrives.
-            if len(flight.removed_states) == len(flight.states):
-                column, discarded = _discard_tokens(flight)
-                self.writer.write_done(flight.step, column, len(flight.states), discarded)
-                flight.step = 0
-
-    def _is_in_batch(self, flight: _InFlightBatch, state: Any) -> bool:
-        """Whether the sequence is in the step; for the latest step by bisection instead of a scan."""
-        if flight is self.in_flight[-1]:
-            return self.writer.find_position(state) >= 0
-        return _contains_state(flight.states, state)
-
-    def close(self) -> None:
-        """Returns the batch writer to the recorder; its next user must not see the steps in flight."""
-        self.closed = True
-        self.in_flight.clear()
-        self.last_states = []
-        recorder.release_batch_writer(ENGINE, self.writer)
-
-    def on_idle(self) -> None:
-        """Clears the batch if no step is in flight, so that finished sequences are not kept alive."""
-        if not self.in_flight:
-            self.removed, self.last_states = [], []
-            self.writer.clear_batch()
-            self.blocks.record_block_size()
-
-
-def _contains_state(states: Iterable[Any], state: Any) -> bool:
-    return any(map(is_, states, repeat(state)))
-
-
-def _discard_tokens(flight: _InFlightBatch) -> tuple[bytes, int]:
-    column = array("I", flight.token_column or array("I", repeat(1, len(flight.states))).tobytes())
-    for position in flight.chunk_positions:
-        column[position] = 0
-    discarded = 0
-    for state in flight.removed_states:
-        matches = list(map(is_, flight.states, repeat(state)))
-        if True in matches and column[matches.index(True)]:
-            column[matches.index(True)] = 0
-            discarded += 1
-    return column.tobytes(), discarded
-
-
-MAX_PREFILLS = 16
-_Prefills = tuple[Sequence[tuple[Any, int]], Sequence[Any]]
-_NO_PREFILLS: _Prefills = (), ()
-
-
-def _find_prefills(futures: list[Any], query_tokens: int) -> _Prefills | None:
-    """Returns the states in prefill with their scheduled tokens, and the states with an unfinished prompt.
-
-    Searches from the end, where the scheduler puts states in prefill. None if there are too many, or if
-    `query_tokens` shows that not all other states are scheduled for one token.
-    """
-    several: list[tuple[Any, int]] = []
-    unfinished: list[Any] = []
-    surplus = query_tokens - len(futures)
-    for future in reversed(futures):
-        queries, has_new_token = getattr(future, "query_length", 0), future.has_new_token
-        if queries == 1 and has_new_token:
-            break
-        if len(several) == MAX_PREFILLS - 1:
-            return None
-        several.append((future.state, queries))
-        if not has_new_token:
-            unfinished.append(future.state)
-        surplus -= queries - 1
-    return None if surplus else (several, unfinished)
-
-
-def _encode_scheduled_tokens(futures: list[Any]) -> bytes:
-    """Returns the tokens scheduled per member, as a u32 column."""
-    try:
-        return array("I", map(_get_query_length, futures)).tobytes()
-    except AttributeError:
-        return array("I", map(len, map(_get_scheduled_tokens, futures))).tobytes()
-
-
-def _pack_handles(states: Any) -> bytes:
-    try:
-        return b"".join(map(_get_handle, states))
-    except AttributeError:  # states that were created before the hooks were installed
-        return b"".join(getattr(state, "otel_infer_handle", UNKNOWN_HANDLE) for state in states)
 
 
 class _BatchingLoop(threading.local):
@@ -268,25 +38,25 @@ class _BatchingLoop(threading.local):
     """
 
     def __init__(self) -> None:
-        self.trackers: list[_BatchTracker] = []
-        self.latest: _BatchTracker | None = None
+        self.trackers: list[BatchTracker] = []
+        self.latest: BatchTracker | None = None
 
 
 current_loop = _BatchingLoop()
 
 
-def _create_tracker(scheduler: Any) -> _BatchTracker | None:
+def _create_tracker(scheduler: Any) -> BatchTracker | None:
     writer = recorder.acquire_batch_writer(ENGINE)
     if writer is None:
         return None
-    tracker = scheduler._otel_infer_batches = _BatchTracker(writer, scheduler.cache)
+    tracker = scheduler._otel_infer_batches = BatchTracker(writer, scheduler.cache)
     current_loop.trackers = [*filter(_is_alive, current_loop.trackers), tracker]
     return tracker
 
 
 def remove_from_batch(scheduler: Any, state: Any) -> None:
     """Removes a sequence from the scheduler's batch."""
-    tracker: _BatchTracker | None = getattr(scheduler, "_otel_infer_batches", None)
+    tracker: BatchTracker | None = getattr(scheduler, "_otel_infer_batches", None)
     if tracker is not None and not tracker.closed:
         tracker.remove_sequence(state)
         if not scheduler.active_requests:

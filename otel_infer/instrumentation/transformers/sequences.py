@@ -23,13 +23,13 @@ from otel_infer.instrumentation.transformers._instrumentor import (
     name_request,
     open_own_request,
 )
+from otel_infer.instrumentation.transformers.batch_tracker import UNKNOWN_HANDLE
 from otel_infer.instrumentation.transformers.continuous_batching import (
     CB,
     MANAGER,
     PART,
     PROCESSOR,
     SCHEDULER,
-    UNKNOWN_HANDLE,
     remove_from_batch,
 )
 from otel_infer.instrumentation.transformers.generation_arguments import prompt_length
