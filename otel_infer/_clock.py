@@ -6,8 +6,10 @@ steps. Wall time is recorded once per request, as a pair of both clocks at its a
 
 from __future__ import annotations
 
+import operator
 import os
 import time
+from typing import Any
 
 now = time.monotonic_ns
 """Returns the current instant, monotonic ns."""
@@ -37,3 +39,12 @@ def read_process_start() -> int:
     except (OSError, ValueError, IndexError, AttributeError):
         return 0
     return started_at if 0 < started_at <= now() else 0
+
+
+def wall_to_monotonic(wall_at: Any) -> int:
+    """Returns the monotonic ns of a wall clock's ns; now, if it is no number or in the future."""
+    now, wall_now = read_clocks()
+    try:
+        return min(now - (wall_now - operator.index(wall_at)), now)
+    except TypeError:
+        return now

@@ -11,12 +11,14 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from opentelemetry.trace import format_span_id, format_trace_id
+from opentelemetry import propagate, trace
+from opentelemetry.trace import NonRecordingSpan, format_span_id, format_trace_id
 
 from otel_infer import _clock
 from otel_infer.ringbuffer import events
 from otel_infer.ringbuffer.recorder import recorder
 from otel_infer.tracing import request_span
+from otel_infer.tracing.propagator_warnings import call_propagators
 
 REQUEST_HEADER = "otel-infer-request"
 """Sent beside the standard headers, because another instrumentation below may replace those by its own."""
@@ -26,7 +28,7 @@ def inject(request: request_span.RequestSpan) -> dict[str, str]:
     """Returns a request's headers: those of OTEL_PROPAGATORS, and `REQUEST_HEADER` for `join_request`."""
     context = request.get_span_context()
     return {
-        **request_span.to_headers(request),
+        **_to_headers(request),
         REQUEST_HEADER: format_trace_id(context.trace_id) + format_span_id(context.span_id),
     }
 
@@ -84,3 +86,11 @@ def release(fragment: RequestFragment) -> None:
     if fragment.sequences <= 0 and _fragments.get(fragment.span_id) is fragment:
         del _fragments[fragment.span_id]
         recorder.close_request(fragment.handle, events.RequestEnded(_clock.now(), events.OK, "", 0, 0, 0, 0))
+
+
+def _to_headers(request: request_span.RequestSpan) -> dict[str, str]:
+    """Returns the headers by OTEL_PROPAGATORS that make spans of another process children of the request."""
+    carrier: dict[str, str] = {}
+    around = trace.set_span_in_context(NonRecordingSpan(request.get_span_context()))
+    call_propagators(propagate.inject, carrier, around)
+    return carrier

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from typing import Any
 
 from opentelemetry import context as otel_context
-from opentelemetry import propagate, trace
+from opentelemetry import trace
 from opentelemetry.context import Context
-from opentelemetry.trace import NonRecordingSpan, SpanContext
+from opentelemetry.trace import SpanContext
 from opentelemetry.util import types
 
 from otel_infer import _clock, semconv
@@ -18,7 +17,6 @@ from otel_infer.ringbuffer import events
 from otel_infer.ringbuffer.recorder import recorder
 from otel_infer.tracing import context
 from otel_infer.tracing.pending_spans import PendingProviderSpans, end_spans
-from otel_infer.tracing.propagator_warnings import call_propagators
 from otel_infer.tracing.span_ids import LazySpanIds, Limits, SpanFactory, SpanIds
 from otel_infer.tracing.user_mistakes import ignore_mistakes
 
@@ -269,7 +267,7 @@ class RequestSpan(trace.Span):
     def add_event(self, name: str, attributes: types.Attributes = None, timestamp: int | None = None) -> None:
         if self.is_recording() and self._event_count < self._limits.events:
             self._event_count += 1
-            at = max(_wall_to_monotonic(timestamp), self.arrived_at)  # not before the request
+            at = max(_clock.wall_to_monotonic(timestamp), self.arrived_at)  # not before the request
             self.record_event(events.SpanEventAdded(at, str(name), self._limit_attributes(attributes)))
 
     @ignore_mistakes("a link")
@@ -341,23 +339,6 @@ span_factory: SpanFactory | None = None
 
 pending_provider_spans = PendingProviderSpans()
 """The live spans of recorded requests that a user's provider started."""
-
-
-def to_headers(request: RequestSpan) -> dict[str, str]:
-    """Returns the headers by OTEL_PROPAGATORS that make spans of another process children of the request."""
-    carrier: dict[str, str] = {}
-    around = trace.set_span_in_context(NonRecordingSpan(request.get_span_context()))
-    call_propagators(propagate.inject, carrier, around)
-    return carrier
-
-
-def _wall_to_monotonic(wall_at: Any) -> int:
-    """Returns the monotonic ns of a wall clock's ns; now, if it is no number or in the future."""
-    now, wall_now = _clock.read_clocks()
-    try:
-        return min(now - (wall_now - operator.index(wall_at)), now)
-    except TypeError:
-        return now
 
 
 def _is_key(key: Any) -> bool:
