@@ -103,7 +103,7 @@ def _begin_exchange(
 ) -> Exchange | UntracedExchange | None:
     """Returns the exchange that begins here; None if it is not recorded, or recorded already further out.
 
-    `entry_point`: None if the exchange begins at the application, which then calls `begin` itself.
+    `entry_point`: None if the exchange begins at the application, which then opens the request itself.
     """
     try:
         kind = scope.get("type")
@@ -130,7 +130,7 @@ def _begin_exchange(
             return exchange
         exchange.deferred = entry_point.reached_app and (entry_point.has_tracer or has_provider())
         if not exchange.deferred:
-            exchange.begin()
+            exchange.tokens = exchange.open_request(ambient=False)
         if exchange.arrived_at > entry_point.watched_until:  # a started timer runs for at least one interval
             event_loop_lag.watch_event_loop()
             entry_point.watched_until = exchange.arrived_at + event_loop_lag.CHECK_INTERVAL_NS // 2
@@ -176,11 +176,9 @@ def _patch_application(original: App, hook: Hook) -> App:
             exchange = _begin_exchange(scope, receive, send, hook, None)
             if exchange is not None:
                 exchange.enter_application(self)
-                if isinstance(exchange, Exchange):
-                    is_below = not exchange.deferred and has_active_span()
-                    exchange.ambient = is_below and not is_remote_parent_in_other_trace(scope)
-                if not exchange.deferred:
-                    exchange.begin()
+                if isinstance(exchange, Exchange) and not exchange.deferred:
+                    is_below = has_active_span() and not is_remote_parent_in_other_trace(scope)
+                    exchange.tokens = exchange.open_request(ambient=is_below)
                 try:
                     result = await original(self, scope, exchange.receive, exchange.send)
                 except BaseException as exc:

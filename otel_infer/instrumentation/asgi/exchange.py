@@ -46,13 +46,10 @@ class Exchange(Response):
 
     `route_error`: the exception that left the routes during the response. Middleware of Starlette may still
     complete such a response normally.
-    `ambient`: the parent is the span that is current where the exchange begins.
     `deferred`: the request is to be opened further in.
     """
 
     __slots__ = (
-        "_tokens",
-        "ambient",
         "arrived_at",
         "entry_point",
         "mount_path",
@@ -63,6 +60,7 @@ class Exchange(Response):
         "route_error",
         "scope",
         "server_receive",
+        "tokens",
     )
 
     def __init__(
@@ -71,10 +69,10 @@ class Exchange(Response):
         self.arrived_at = _now()
         self.hook, self.entry_point, self.scope = hook, entry_point, scope
         self.request: request_span.RequestSpan | None = None
-        self.ambient = self.deferred = self.reached_app = False
+        self.deferred = self.reached_app = False
         self.finishing = self.is_direct = self.is_timed = False
         self.status = self.disconnected_at = self.completed_at = self.started_at = 0
-        self._tokens: Tokens = ()
+        self.tokens: Tokens = ()
         self.root_path, self.mount_path = scope.get("root_path") or "", ""
         self.route: Any = None
         self.route_error: Exception | None = None
@@ -91,15 +89,11 @@ class Exchange(Response):
         else:
             self.receive, self.send = self.receive_and_record, functools.partial(self.send_and_record)
 
-    def begin(self) -> None:
-        """Opens the request before the application is called."""
-        self._tokens = self.open_request(self.ambient)
-
     def end(self, exc: BaseException | None) -> None:
         """Closes the request, if it is open, after the application has returned or raised `exc`."""
         if self.request is not None:
             self.close_request(exc)
-        for token in self._tokens:
+        for token in self.tokens:
             context.detach(token)
         # Breaks reference cycles: `send` and `receive` hold this object, and `send` may hold the scope.
         self.send = self.receive = None
@@ -108,7 +102,10 @@ class Exchange(Response):
         self.scope.pop(SCOPE_KEY, None)
 
     def open_request(self, ambient: bool) -> Tokens:
-        """Opens the request and makes it current. `detach_all` with the returned tokens ends that."""
+        """Opens the request and makes it current. `detach_all` with the returned tokens ends that.
+
+        `ambient`: its parent is the span that is current here, not one in its headers.
+        """
         self.deferred = False
         try:
             scope, at = self.scope, self.arrived_at

@@ -46,9 +46,6 @@ class UntracedExchange:
         self.route: Any = None
         self.root_path, self.mount_path = scope.get("root_path") or "", ""
 
-    def begin(self) -> None:
-        """Does nothing: nothing is opened."""
-
     def end(self, exc: BaseException | None) -> None:
         """Counts the request, after the application has returned or raised `exc`."""
         self.scope.pop(SCOPE_KEY, None)

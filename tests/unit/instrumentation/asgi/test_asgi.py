@@ -988,8 +988,7 @@ async def test_traceresponse_names_the_request_under_another_server_span(
     client = Client()
     seen = exchange.Exchange(client.scope, client.receive, client.send, Hook("test"), None)
     with TracerProvider().get_tracer("test").start_as_current_span("other") as span:
-        seen.ambient = True
-        seen.begin()
+        seen.tokens = seen.open_request(ambient=True)
         await sending(START, LAST)(client.scope, seen.receive, seen.send)
         seen.end(None)
     trace_id, request = (
