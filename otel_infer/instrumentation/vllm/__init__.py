@@ -3,7 +3,7 @@
     API server   render ─▶ add_request_async ═╗                              ╔═▶ detokenize ─▶ stream
     `api_server` `multimodal`                 ║                              ║   `output_processor`
     engine core  (socket, queue)           ◀══╝─▶ add_request ─▶ (schedule ─▶ update_from_output)* ─▶ free
-    `engine_core`                                                `scheduler` `scheduler_waits`
+    `engine_core`                                                `scheduler` `scheduler_steps` `scheduler_waits`
 
 A request arrives in the API server. The engine core records its events as a fragment of that request
 (`tracing.propagation`). The ids travel in vLLM's own `trace_headers`. With `VLLM_ENABLE_V1_MULTIPROCESSING=0`
@@ -18,6 +18,7 @@ from otel_infer.instrumentation.vllm import (
     multimodal,
     output_processor,
     scheduler,
+    scheduler_steps,
     scheduler_waits,
     startup,
     worker,
@@ -31,6 +32,7 @@ __all__ = [
     "multimodal",
     "output_processor",
     "scheduler",
+    "scheduler_steps",
     "scheduler_waits",
     "startup",
     "worker",
