@@ -59,7 +59,8 @@ def wrap_schedule(original: Callable[..., Any], hook: Hook) -> Callable[..., Any
                 waiting, total = steps.waiting, steps.total_blocks
                 if waiting or steps.waiting_reporter.reasons:
                     steps.waiting_reporter.on_scheduled(self, _now(), waiting)
-                step = steps.write_unchanged(size, total - steps.count_free_blocks(), total, size, waiting)
+                used = total - steps.free_blocks.num_free_blocks
+                step = steps.write_unchanged(size, used, total, size, waiting)
                 if step:
                     steps.scheduled = step
                     output.otel_infer_step = steps.pid, step  # read by the hooks in the workers
@@ -122,12 +123,12 @@ def wrap_update_from_output(original: Callable[..., Any], hook: Hook) -> Callabl
     return update_from_output
 
 
-@instrumentor.patch_hot_path(f"{BLOCK_POOL}._maybe_evict_cached_block", part=EVICTIONS)
+@instrumentor.patch_hot_path(f"{BLOCK_POOL}._maybe_evict_cached_block", reads=("block",), part=EVICTIONS)
 def evict_cached_block(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     """Counts evicted blocks; a later step records the count, because vLLM calls this for every block."""
 
-    def evict_cached_block(*args: Any, **kwargs: Any) -> Any:
-        evicted = original(*args, **kwargs)
+    def evict_cached_block(self: Any, block: Any) -> Any:
+        evicted = original(self, block)
         if evicted and hook.alive:
             evictions.add()
         return evicted

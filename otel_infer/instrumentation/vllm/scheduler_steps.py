@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain, islice, repeat
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -62,6 +62,17 @@ evictions, empty_steps, dummy_batches = (
 )
 
 
+class _FreeBlocks:
+    """The free blocks of a pool that does not count them in its `free_block_queue`."""
+
+    def __init__(self, pool: Any) -> None:
+        self._pool = pool
+
+    @property
+    def num_free_blocks(self) -> int:
+        return int(self._pool.get_num_free_blocks())
+
+
 class RequestRemoval(NamedTuple):
     """A request that left while steps were in flight: those after `done`, until `scheduled`."""
 
@@ -85,10 +96,10 @@ class SchedulerSteps:
     # Slots lie side by side, which counts where a model has used the caches between two steps.
     __slots__ = (
         "_blocks",
-        "count_free_blocks",
         "done",
         "drafts",
         "ended_early",
+        "free_blocks",
         "hook",
         "pid",
         "removals",
@@ -120,19 +131,21 @@ class SchedulerSteps:
             and getattr(scheduler, "num_sampled_tokens_per_step", 1) == 1
             and not getattr(scheduler, "is_mm_encoder_only", False)
         )
+        self.waiting = 0
         self._bind(scheduler)
 
     def _bind(self, scheduler: Any) -> None:
-        """Binds what each step reads of the scheduler."""
+        """Binds what each step reads of the KV cache."""
         pool = scheduler.kv_cache_manager.block_pool
-        self.count_free_blocks: Callable[[], int] = pool.get_num_free_blocks
         self.total_blocks = pool.num_gpu_blocks - 1  # vLLM's null block holds nothing
-        self.waiting = scheduler_waits.count_waiting(scheduler)
+        queue: Any = getattr(pool, "free_block_queue", None)
+        is_count = getattr(queue, "num_free_blocks", None) == pool.get_num_free_blocks()
+        self.free_blocks = queue if is_count else _FreeBlocks(pool)
 
     def record_scheduled(self, scheduler: Any, output: Any) -> None:
         """Records that a batch was composed; an empty batch is only counted."""
-        self._bind(scheduler)
-        tokens, at, waiting = output.num_scheduled_tokens, _clock.now(), self.waiting
+        tokens, at = output.num_scheduled_tokens, _clock.now()
+        self.waiting = waiting = scheduler_waits.count_waiting(scheduler)
         self.waiting_reporter.on_scheduled(scheduler, at, waiting)
         if not tokens:
             empty_steps.add()
@@ -146,8 +159,11 @@ class SchedulerSteps:
         if left:
             self._blocks.record_block_size()
         running = len(scheduler.running)
-        load = self.total_blocks - self.count_free_blocks(), self.total_blocks, running, waiting
-        step = self._write_reported(output, left, *load) or self._write_whole(output, left, *load)
+        load = self.total_blocks - self.free_blocks.num_free_blocks, self.total_blocks, running, waiting
+        step = self._write_reported(output, left, *load)
+        if not step:
+            self._bind(scheduler)
+            step = self._write_whole(output, left, *load)
         self.size = len(tokens) if len(tokens) == running else UNKNOWN_SIZE
         output.otel_infer_step = self.pid, step  # read by the hooks in the workers
         self.scheduled = step
