@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from otel_infer.instrumentation.vllm import (
     api_server,
+    detokenization,
     engine_core,
     multimodal,
     output_processor,
@@ -27,6 +28,7 @@ from otel_infer.instrumentation.vllm._instrumentor import instrumentor
 
 __all__ = [
     "api_server",
+    "detokenization",
     "engine_core",
     "instrumentor",
     "multimodal",

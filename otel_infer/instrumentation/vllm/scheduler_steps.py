@@ -224,8 +224,8 @@ class SchedulerSteps:
     def record_done(self, output: Any, at: int, results: Iterable[Any]) -> None:
         """Records that the step of this output is done at `at`. `results`: the engine core's outputs by client."""
         step, members = output.otel_infer_step[1], list(output.num_scheduled_tokens)
-        left = [removal for removal in self.removals if removal.done < step <= removal.scheduled]
-        discarded = sum(removal.request_id in output.num_scheduled_tokens for removal in left)
+        left = {one.request_id for one in self.removals if one.done < step <= one.scheduled}
+        discarded = sum(member in left for member in members) if left else 0
         self.removals = [removal for removal in self.removals if removal.scheduled > step]
         self.ended_early = False
         outputs = list(chain.from_iterable(map(_get_outputs, results)))

@@ -25,6 +25,7 @@ from otel_infer.instrumentation.vllm import (
     worker,
 )
 from otel_infer.instrumentation.vllm import scheduler as steps
+from otel_infer.instrumentation.vllm import scheduler_steps
 from otel_infer.instrumentation.vllm._instrumentor import model_name, response_id
 from otel_infer.ringbuffer import events
 from otel_infer.tracing import propagation, request_span, start
@@ -75,6 +76,7 @@ class Scheduler:
         self.waiting: list[Request] = []
         self.deferred_waiting: set[Request] = set()
         self.connector: object | None = None
+        self.num_spec_tokens = 0
         self.requests: dict[str, Request] = {}
         self.observability_config: Any = None
         self.kv_cache_manager = SimpleNamespace(
@@ -102,7 +104,11 @@ class Scheduler:
             self.running.append(request)
 
     def schedule(
-        self, new: dict[str, int] | None = None, drafts: dict[str, int] | None = None, **tokens: int
+        self,
+        new: dict[str, int] | None = None,
+        drafts: dict[str, int] | None = None,
+        resumed: Sequence[str] = (),
+        **tokens: int,
     ) -> Any:
         """Schedules a batch; `new` maps requests with a new prompt to their cached token count."""
         self.output = SimpleNamespace(
@@ -112,6 +118,7 @@ class Scheduler:
                 SimpleNamespace(req_id=request_id, num_computed_tokens=cached)
                 for request_id, cached in (new or {}).items()
             ],
+            scheduled_cached_reqs=SimpleNamespace(resumed_req_ids=resumed),
             scheduled_spec_decode_tokens={request_id: [-1] * n for request_id, n in (drafts or {}).items()},
         )
         return self._schedule(self)
@@ -121,6 +128,7 @@ class Scheduler:
         sampled = SimpleNamespace(
             sampled_token_ids=[[7] * n for n in tokens.values()],
             req_id_to_index={request_id: index for index, request_id in enumerate(tokens)},
+            pooler_output=None,
         )
         outputs = [
             SimpleNamespace(request_id=request_id, new_token_ids=[7] * n) for request_id, n in tokens.items()
@@ -420,9 +428,9 @@ def test_rate_limited_counter_flushes_each_second_without_loss(
 ) -> None:
     counts: list[tuple[int, int, int]] = []
     monkeypatch.setattr(
-        steps.recorder, "count", lambda mark, since, at, count: counts.append((since, at, count))
+        scheduler_steps.recorder, "count", lambda mark, since, at, count: counts.append((since, at, count))
     )
-    tally = steps.RateLimitedCounter("kv_eviction")
+    tally = scheduler_steps.RateLimitedCounter("kv_eviction")
     for at in (10, 20, 999_999_999, 1_000_000_010, 2_000_000_000):
         tally.add()
         tally.flush_if_due(at)
@@ -990,8 +998,8 @@ def test_removed_hooks_record_nothing(recording: Recording, monkeypatch: pytest.
     sequence = SimpleNamespace(otel_infer_grammar=(1, 0))
     scheduler_waits.wrap_create_grammar(lambda *_: None, hook)(None, sequence)
     assert sequence.otel_infer_grammar == (1, 0)
-    monkeypatch.setattr(steps, "_evictions", SimpleNamespace(add=lambda: recorded.append("eviction")))
-    assert steps.evict_cached_block(lambda: True, hook)()
+    monkeypatch.setattr(steps, "evictions", SimpleNamespace(add=lambda: recorded.append("eviction")))
+    assert steps.evict_cached_block(lambda *_: True, hook)(None, None)
     assert recorded == []
     detokenizer = SimpleNamespace(otel_infer=SimpleNamespace(detokenize_ns=0))
     output_processor._wrap_update(lambda self: None, hook)(detokenizer)
@@ -1014,7 +1022,7 @@ def test_failing_dummy_batch_counter_disables_the_hook(monkeypatch: pytest.Monke
         raise ValueError
 
     hook = Hook("stand-in")
-    monkeypatch.setattr(steps, "_dummy_batches", SimpleNamespace(add=fail))
+    monkeypatch.setattr(steps, "dummy_batches", SimpleNamespace(add=fail))
     assert steps.wrap_execute_dummy_batch(lambda: 7, hook)() == 7
     assert not hook.alive
 
