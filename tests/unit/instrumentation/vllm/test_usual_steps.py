@@ -156,6 +156,38 @@ def test_members_after_a_step_without_all_of_them_are_compared(engine: Engine) -
     assert [event.keyframe for event in engine.read()[-3:]] == [True, True, True]
 
 
+@pytest.mark.parametrize(("left", "tokens", "new"), [((), "cd", ()), (("a",), "ce", ("e",))])
+def test_members_are_compared_if_the_last_batch_had_not_all_of_them(
+    engine: Engine, left: tuple[str, ...], tokens: str, new: tuple[str, ...]
+) -> None:
+    """The number of members is the expected one, but a session that waits for input left without notice."""
+    engine.run_first("a", "b", "c", "d")
+    engine.schedule({"a": 1, "b": 1})
+    for request_id in left:
+        engine.free_request(request_id, "abort")
+    engine.running = list(tokens)
+    engine.schedule(dict.fromkeys(tokens, 1), new=new)
+    assert engine.unchanged == [] and engine.read()[-1].keyframe
+
+
+def test_members_are_compared_after_the_hooks_were_absent(engine: Engine) -> None:
+    engine.run_first("a", "b")
+    engine.running = ["c", "d"]
+    engine._schedule = hooks.wrap_schedule(lambda engine: engine.output, Hook("installed again"))
+    engine.schedule({"c": 1, "d": 1})
+    assert engine.unchanged == [] and engine.read()[-1].keyframe
+
+
+def test_waiting_request_that_left_is_not_counted(engine: Engine) -> None:
+    engine.waiting = ["c"]
+    engine.run_first("a", "b")
+    engine.waiting = []
+    engine.free_request("c", "abort")
+    engine.schedule({"a": 1, "b": 1})
+    waiting = [event.waiting for event in engine.read() if isinstance(event, events.StepScheduled)]
+    assert waiting == [1, 0]
+
+
 def test_several_tokens_of_a_member_are_recorded(engine: Engine) -> None:
     engine.run_first("a", "b")
     engine.schedule({"a": 1, "b": 5})
