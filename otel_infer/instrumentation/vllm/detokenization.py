@@ -6,6 +6,7 @@ takes. The time of all later tokens is estimated from the sample when the sequen
 
 from __future__ import annotations
 
+import contextlib
 from statistics import median
 from typing import Any
 
@@ -54,7 +55,8 @@ class DetokenizationSample:
             self._restore()
 
     def _restore(self) -> None:
-        vars(self._detokenizer).pop("update", None)
+        with contextlib.suppress(AttributeError):
+            del self._detokenizer.update
 
     def count_tokens(self) -> int:
         """Returns the tokens of the sequence so far. vLLM discards those after a stop string."""
