@@ -36,7 +36,7 @@ SECTIONS = (
     "memory",
     "truth",
 )
-OWN_ENVIRONMENT = ("vllm",)
+OWN_ENVIRONMENT = ("vllm_scheduler", "vllm")
 """Sections with a Python environment of their own. They run only if `--only` names them."""
 MODULES = {"asgi": "asgi_requests", "vllm": "vllm_serving"}
 EXCLUDED_FROM_QUICK = ("truth",)

@@ -25,18 +25,18 @@ from typing import Any
 
 os.environ.update(VLLM_CPU_KVCACHE_SPACE="1", HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1")
 
-import torch  # noqa: E402
-from vllm.engine.arg_utils import EngineArgs  # noqa: E402
-from vllm.sampling_params import SamplingParams  # noqa: E402
-from vllm.utils.hashing import sha256  # noqa: E402
-from vllm.v1.core.block_pool import BlockPool  # noqa: E402
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash  # noqa: E402
-from vllm.v1.core.sched.output import SchedulerOutput  # noqa: E402
-from vllm.v1.core.sched.scheduler import Scheduler  # noqa: E402
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec  # noqa: E402
-from vllm.v1.outputs import ModelRunnerOutput  # noqa: E402
-from vllm.v1.request import Request, RequestStatus  # noqa: E402
-from vllm.v1.structured_output import StructuredOutputManager  # noqa: E402
+import torch
+from vllm.engine.arg_utils import EngineArgs
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
 
 BLOCKS, BLOCK_TOKENS, MAX_TOKENS, PROMPT = 60_000, 16, 1900, 8
 HOOKED: dict[type, tuple[str, ...]] = {
@@ -77,12 +77,15 @@ class ModelFreeEngine:
 
     def __init__(self, model: str) -> None:
         self.config = EngineArgs(
-            model=model, dtype="bfloat16", max_model_len=2048, max_num_seqs=256, max_num_batched_tokens=8192, enforce_eager=True
+            model=model,
+            dtype="bfloat16",
+            max_model_len=2048,
+            max_num_seqs=256,
+            max_num_batched_tokens=8192,
+            enforce_eager=True,
         ).create_engine_config()
         self.config.cache_config.num_gpu_blocks = BLOCKS
-        spec = FullAttentionSpec(
-            block_size=BLOCK_TOKENS, num_kv_heads=2, head_size=64, dtype=torch.bfloat16
-        )
+        spec = FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)
         groups = [KVCacheGroupSpec(["layer"], spec)]
         self.scheduler = Scheduler(
             self.config,
@@ -122,7 +125,8 @@ class ModelFreeEngine:
         ids = list(output.num_scheduled_tokens)
         indexes = {request_id: index for index, request_id in enumerate(ids)}
         self.scheduler.update_from_output(
-            output, ModelRunnerOutput(req_ids=ids, req_id_to_index=indexes, sampled_token_ids=[[5] for _ in ids])
+            output,
+            ModelRunnerOutput(req_ids=ids, req_id_to_index=indexes, sampled_token_ids=[[5] for _ in ids]),
         )
 
     def use_caches(self) -> None:
@@ -142,20 +146,18 @@ def run_turn(engine: ModelFreeEngine, timer: HookTimer, turn: tuple[int, bool, b
     """Returns the timer's ns of each step."""
     size, changes, uses_caches, steps = turn
     for number in range(size):
-        engine.add_request(number + 1 + WARM_UP_STEPS if changes else MAX_TOKENS, PROMPT + number % BLOCK_TOKENS)
+        engine.add_request(
+            number + 1 + WARM_UP_STEPS if changes else MAX_TOKENS, PROMPT + number % BLOCK_TOKENS
+        )
     samples = []
     gc.disable()
     for number in range(WARM_UP_STEPS + steps):
-        if uses_caches:
-            engine.use_caches()
         timer.ns = 0
         if changes and number > WARM_UP_STEPS:
             engine.add_request(size, PROMPT + number % BLOCK_TOKENS)
         output = engine.schedule()
         if uses_caches:
-            spent = timer.ns
             engine.use_caches()
-            timer.ns = spent
         engine.update(output)
         samples.append(timer.ns)
         assert len(output.num_scheduled_tokens) == size, (len(output.num_scheduled_tokens), size)

@@ -76,6 +76,8 @@ def run_random(engine: RandomEngine) -> ReadSteps:
 def test_step_log_equals_what_the_scheduler_did(
     hooked: None, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, case: str, seed: int
 ) -> None:
+    if seed % 2:
+        monkeypatch.setattr(steps_module, "MIN_REPORTED", 0)
     how = dict(CASES[case])
     engine = RandomEngine(tiny_llama, seed, **how.pop("options", {}), **how)
     names: dict[int, str] = {}

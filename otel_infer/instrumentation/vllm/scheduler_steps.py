@@ -26,6 +26,8 @@ from otel_infer.ringbuffer.batch_writer import BatchWriter
 from otel_infer.ringbuffer.recorder import recorder
 
 UNKNOWN_SIZE = -1
+MIN_REPORTED = 32
+"""Members of the smallest batch of which a change is derived from vLLM's report; fewer are compared sooner."""
 
 _get_request_id = attrgetter("request_id")
 _get_new_tokens = attrgetter("new_token_ids")
@@ -146,7 +148,8 @@ class SchedulerSteps:
         """Records that a batch was composed; an empty batch is only counted."""
         tokens, at = output.num_scheduled_tokens, _clock.now()
         self.waiting = waiting = scheduler_waits.count_waiting(scheduler)
-        self.waiting_reporter.on_scheduled(scheduler, at, waiting)
+        if waiting or self.waiting_reporter.reasons:
+            self.waiting_reporter.on_scheduled(scheduler, at, waiting)
         if not tokens:
             empty_steps.add()
             empty_steps.flush_if_due(at)
@@ -174,8 +177,10 @@ class SchedulerSteps:
         Returns 0 if the report is not enough to know the batch, or the tokens of its members.
         """
         tokens = output.num_scheduled_tokens
-        size, joining = len(tokens), len(output.scheduled_new_reqs)
-        joining += len(output.scheduled_cached_reqs.resumed_req_ids)
+        size = len(tokens)
+        if size < MIN_REPORTED:
+            return 0
+        joining = len(output.scheduled_new_reqs) + len(output.scheduled_cached_reqs.resumed_req_ids)
         if self.size == UNKNOWN_SIZE or size != load[2] or not (joining or left):
             return 0
         joined = list(islice(reversed(tokens), joining))[::-1]

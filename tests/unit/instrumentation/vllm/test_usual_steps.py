@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from otel_infer.instrumentation.hooks.probe import Hook
-from otel_infer.instrumentation.vllm import engine_core
+from otel_infer.instrumentation.vllm import engine_core, scheduler_steps
 from otel_infer.instrumentation.vllm import scheduler as hooks
 from otel_infer.instrumentation.vllm.scheduler_steps import SchedulerSteps
 from otel_infer.ringbuffer import events
@@ -107,8 +107,10 @@ class Engine:
         return [recorded.event for recorded in reader.poll(0, final=True)]
 
 
-@pytest.fixture
-def engine() -> Iterator[Engine]:
+@pytest.fixture(params=[0, scheduler_steps.MIN_REPORTED], ids=["reported", "compared"])
+def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
+    """Runs each test with changes that are derived from vLLM's report, and with whole batches compared."""
+    monkeypatch.setattr(scheduler_steps, "MIN_REPORTED", request.param)
     recording = Recording()
     open_server_request()  # a process records nothing before its first request
     yield Engine()

@@ -390,14 +390,14 @@ def test_kv_transfer_is_a_stage_until_rescheduling(
     scheduler.connector = object()
     request, headers = open_server_request()
     sequence = scheduler.add("r", headers)
-    scheduler.deferred_waiting, sequence.status = {sequence}, FOR_KV
+    scheduler.waiting, scheduler.deferred_waiting, sequence.status = [sequence], {sequence}, FOR_KV
     scheduler.update(scheduler.schedule())
     scheduler.update(scheduler.schedule())
     hook = Hook("stand-in")
     for answer in (False, None):  # False: not yet (vLLM 0.17); None: transferred
         update = scheduler_waits.wrap_update_remote_kv(lambda *_, answer=answer: answer, hook)
         assert update(scheduler, sequence) is answer
-    scheduler.deferred_waiting, sequence.status = set(), WAITING
+    scheduler.waiting, scheduler.deferred_waiting, sequence.status = [], set(), WAITING
     scheduler.update(scheduler.schedule(new={"r": 4}, r=2), r=1)
     scheduler.update(scheduler.schedule(r=1), (sequence,), r=1)
     request.close()
