@@ -1,10 +1,10 @@
-"""vLLM's real Scheduler without a model, with the hooks of the otel_infer that is imported first: takes one turn per line of input.
+"""Runs vLLM's real Scheduler without a model, with the hooks of the otel_infer that is imported first.
 
     python benchmarks/vllm_scheduler_turns.py MODEL
 
-A line is a JSON list: number running, whether one joins and one leaves per step, whether something else uses the caches between
-steps, the number of steps. Or "own list", for the unit. The reply is the time of the hooks per step (ns). It is the time in the
-hooked functions minus that in the originals inside them, and minus the same without hooks, which is the timer's own.
+It takes one turn per line of input. A line is a JSON list: number running, whether one joins and one leaves per step, whether
+something else uses the caches during the step, the number of steps. The reply is a pair of medians over the steps, in ns: the time in
+the hooked functions minus the time in the originals inside them, and the same without hooks, which is the timer's own.
 
 The module imports nothing of `benchmarks`, because it runs with older releases of otel_infer too.
 """
@@ -48,7 +48,7 @@ _now = time.perf_counter_ns
 
 
 class HookTimer:
-    """The time of hooks: of the functions of `HOOKED` minus that of the originals inside them, ns."""
+    """The time of hooks, ns: in the functions of `HOOKED`, without the originals inside them."""
 
     def __init__(self) -> None:
         self.ns = 0

@@ -132,7 +132,7 @@ class BatchWriter:
     def write_unchanged(self, size: int, kv_used: int, kv_total: int, running: int, waiting: int) -> int:
         """Records a batch with the members of the last one, of one token each; returns the step's number.
 
-        Nothing is compared: the engine itself reports that nobody joined, left or moved. Returns 0, and
+        No member is compared: the engine itself reports that none joined, left or moved. Returns 0, and
         records nothing, if a keyframe is due or the batch has another size. `write_scheduled` is then called
         with the members, so a wrong report of the engine ends with the next keyframe.
         """

@@ -1,10 +1,10 @@
-"""Records the steps of one scheduler: what the hooks of `scheduler` do where a step is not a usual one.
+"""Records the steps of one scheduler in any case; the hooks of `scheduler` record only the usual one.
 
-A step is usual if vLLM's own report says so: nobody joined or left, and every member runs one token. Requests
-join `Scheduler.running` at its end, in `schedule` alone, and leave it without a change of order. So the
-members are those of the step before if `scheduled_new_reqs` and `resumed_req_ids` are empty, and all running
-requests were scheduled, then and now, and are as many. Nobody has to be compared. Members that joined are the
-last of `num_scheduled_tokens`.
+In a usual step no request joined or left the batch, and every member runs one token. vLLM reports this itself.
+A request joins `Scheduler.running` at its end, in `schedule` alone. It leaves without a change of order. So
+the members are those of the step before under three conditions: `scheduled_new_reqs` and `resumed_req_ids`
+are empty, all running requests were scheduled, then and now, and their number is the same. Members that
+joined are the last keys of `num_scheduled_tokens`.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class RequestRemoval(NamedTuple):
 
 
 class SchedulerSteps:
-    """Records the steps of one scheduler. `hook`: the one that recorded its last batch.
+    """Records the steps of one scheduler. `hook`: the hook that recorded its last batch.
 
     `size`: the requests in the last batch if they were all running requests, else `UNKNOWN_SIZE`. `waiting`:
     the requests that wait; it changes with `removed`, or with a batch or a request that is recorded. `scheduled`

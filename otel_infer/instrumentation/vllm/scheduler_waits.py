@@ -43,7 +43,7 @@ Any other status is `OTHER`: a LoRA slot, the encoder cache, …
 class WaitingReporter:
     """Records the waiting requests of one scheduler once a second, and once more when none waits.
 
-    `reasons`: those that were recorded last.
+    `reasons`: the reasons that were recorded last.
     """
 
     __slots__ = ("_reported_at", "reasons")
