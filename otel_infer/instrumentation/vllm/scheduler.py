@@ -91,14 +91,17 @@ def wrap_update_from_output(original: Callable[..., Any], hook: Hook) -> Callabl
         steps: Any = getattr(self, "otel_infer_batches", None)
         if steps is not None and hook.alive:
             try:
-                _, step = getattr(scheduler_output, "otel_infer_step", (0, 0))
-                if step:
-                    steps.done = step
+                ids = getattr(scheduler_output, "otel_infer_step", None)
+                if ids is not None:
+                    steps.done = step = ids[1]
                     if scheduler_output.scheduled_spec_decode_tokens:
                         steps.count_drafts(scheduler_output, self, model_runner_output)
             except Exception as exc:
                 hook.mark_failed(exc)
-        result = original(self, scheduler_output, model_runner_output, *args, **kwargs)
+        if args or kwargs:  # of a later release
+            result = original(self, scheduler_output, model_runner_output, *args, **kwargs)
+        else:  # costs less
+            result = original(self, scheduler_output, model_runner_output)
         if step and hook.alive:
             try:
                 outputs = 0
@@ -127,8 +130,11 @@ def wrap_update_from_output(original: Callable[..., Any], hook: Hook) -> Callabl
 def evict_cached_block(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     """Counts evicted blocks; a later step records the count, because vLLM calls this for every block."""
 
-    def evict_cached_block(self: Any, block: Any) -> Any:
-        evicted = original(self, block)
+    def evict_cached_block(self: Any, block: Any, *args: Any, **kwargs: Any) -> Any:
+        if args or kwargs:  # of a later release
+            evicted = original(self, block, *args, **kwargs)
+        else:  # costs less
+            evicted = original(self, block)
         if evicted and hook.alive:
             evictions.add()
         return evicted
