@@ -96,7 +96,7 @@ bench-peers: $(VENV)/.dev $(VENV)-peers/.peers  ## the section peers of `make be
 	$(BIN)/python -m benchmarks --only peers --peers-python $(VENV)-peers/bin/python $(ARGS)
 
 bench-vllm: $(VENV)-vllm/.bench  ## what it costs a real vLLM on the CPU, beside vLLM's own tracing and ddtrace
-	$(VENV)-vllm/bin/python -m benchmarks --only vllm $(ARGS)
+	$(VENV)-vllm/bin/python -m benchmarks --only vllm_scheduler vllm $(ARGS)
 
 bench-whole: $(VENV)/.bench  ## what a whole server loses, hooks switched while it runs: up to 30 minutes for each of eight servers
 	$(BIN)/python -m benchmarks --only whole $(ARGS)

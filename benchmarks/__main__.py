@@ -37,8 +37,8 @@ SECTIONS = (
     "memory",
     "truth",
 )
-ONLY_IF_NAMED = ("vllm", "whole")
-"""Sections that run only if `--only` names them: one has a Python environment of its own, the other takes hours."""
+ONLY_IF_NAMED = ("vllm_scheduler", "vllm", "whole")
+"""Sections that run only if `--only` names them: two have a Python environment of their own, one takes hours."""
 MODULES = {"asgi": "asgi_requests", "vllm": "vllm_serving", "whole": "whole.section"}
 EXCLUDED_FROM_QUICK = ("truth",)
 KEEPS_OWN_CORES_AWAKE = ("slow_collector", "simulated_loop")

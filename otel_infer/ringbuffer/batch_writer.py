@@ -107,8 +107,37 @@ class BatchWriter:
             writer.check_keyframe(at)
         writer.step = step = writer.step + 1
         self._write_change(at, members, left, tokens, several, kv_used, kv_total, running, waiting)
-        writer.size = len(self._members)
         return step
+
+    def write_changed(
+        self,
+        size: int,
+        left: Sequence[Any],
+        joined: Sequence[Any],
+        several: Sequence[tuple[Any, int]],
+        kv_used: int,
+        kv_total: int,
+        running: int,
+        waiting: int,
+    ) -> int:
+        """Records a batch of which the engine reports who left and who joined at its end, as `write_unchanged`.
+
+        Only the number of members is verified. `several`: as in `write_scheduled`.
+        """
+        at, writer = _now(), self._writer
+        if at >= writer.next_check_at:
+            writer.check_keyframe(at)
+        if writer.step + 1 >= writer.next_keyframe_step or max(len(left), len(joined)) > MAX_CHANGES:
+            return 0
+        removed = self._remove_members(left)
+        if len(self._members) + len(joined) != size:
+            self.force_keyframe()  # `left` is no longer among the members of which the next change would be
+            return 0
+        handles = self._append_members(joined)
+        writer.step += 1
+        load = kv_used, kv_total, running, waiting
+        self._write_record(at, False, removed, handles, b"", self._pack_several(several), *load)
+        return writer.step
 
     def write_done(
         self, step: int, tokens: bytes = b"", size: int = 0, discarded: int = 0, at: int = 0
@@ -208,18 +237,10 @@ class BatchWriter:
         left: Sequence[Any],
         column: bytes,
         several: Sequence[tuple[Any, int]],
-        kv_used: int,
-        kv_total: int,
-        running: int,
-        waiting: int,
+        *load: int,
     ) -> None:
-        """Writes the change, or the whole batch.
-
-        One long function, because it runs in every other step and calls are the main cost.
-        """
-        writer, size = self._writer, len(members)
-        step = writer.step
-        removed = handles = pairs = b""
+        """Writes the change, or the whole batch."""
+        removed = handles = b""
         if len(left) <= MAX_CHANGES:
             if left:
                 removed = self._remove_members(left)
@@ -227,47 +248,42 @@ class BatchWriter:
             if newcomers and len(newcomers) <= MAX_CHANGES:
                 handles = self._append_members(newcomers)
         predicted = members == self._members
-        keyframe = not predicted or step >= writer.next_keyframe_step
+        keyframe = not predicted or self._writer.step >= self._writer.next_keyframe_step
         if keyframe:
             if not predicted:
                 self._replace_batch(members)
             removed, handles = b"", bytes(self._packed_handles)
-            writer.next_keyframe_step = step + KEYFRAME_STEPS
-            writer.next_keyframe_at = at + KEYFRAME_NS
+            self._writer.next_keyframe_step = self._writer.step + KEYFRAME_STEPS
+            self._writer.next_keyframe_at = at + KEYFRAME_NS
+        self._write_record(at, keyframe, removed, handles, column, self._pack_several(several), *load)
+
+    def _pack_several(self, several: Sequence[tuple[Any, int]]) -> bytes:
+        """Returns position and tokens of these members, packed; members that are not in the batch are left out."""
+        pairs, members = b"", self._members
         for member, tokens in several:
             # Fast path: a newcomer with its prompt is usually the last member.
-            position = size - 1 if member is members[-1] else self.find_position(member)
+            position = len(members) - 1 if member is members[-1] else self.find_position(member)
             if position >= 0:
                 pairs += _pack_pair(position, tokens)
+        return pairs
+
+    def _write_record(
+        self, at: int, keyframe: bool, removed: bytes, handles: bytes, column: bytes, pairs: bytes, *load: int
+    ) -> None:
+        """Writes a change or a keyframe of the members as they are now."""
         change = removed + handles + (column or pairs)
-        left_count, joined = len(removed) >> 2, len(handles) >> 2
+        left_count, joined, words = len(removed) >> 2, len(handles) >> 2, len(change) >> 2
         exceptions = events.COLUMN if column else len(pairs) >> 3
-        words = len(change) >> 2
+        counts = left_count, joined, exceptions, len(self._members)
+        writer = self._writer
+        writer.size, step = len(self._members), writer.step
         if words >= len(CHANGE_LAYOUTS):
-            head = events.SCHEDULED_HEAD.pack(
-                at, step, keyframe, left_count, joined, exceptions, size, kv_used, kv_total, running, waiting
-            )
+            head = events.SCHEDULED_HEAD.pack(at, step, keyframe, *counts, *load)
             writer.write_record(events.SCHEDULED_CODE, head + change)
             return
         pack_into, head_word, cells = CHANGE_LAYOUTS[words]
         offset = writer.reserve_cells(cells)
         counter = writer.cells_written - cells + 1
         pack_into(
-            writer.memory,
-            offset,
-            counter,
-            head_word,
-            at,
-            step,
-            keyframe,
-            left_count,
-            joined,
-            exceptions,
-            size,
-            kv_used,
-            kv_total,
-            running,
-            waiting,
-            change,
-            counter,
+            writer.memory, offset, counter, head_word, at, step, keyframe, *counts, *load, change, counter
         )

@@ -24,6 +24,7 @@ from otel_infer.instrumentation.vllm._instrumentor import (
     model_name,
     response_id,
 )
+from otel_infer.instrumentation.vllm.detokenization import DetokenizationSample
 from otel_infer.ringbuffer import events
 from otel_infer.tracing import caller, propagation, request_span, start
 from otel_infer.tracing.outcome import classify_exception
@@ -38,14 +39,16 @@ class PromptRequest:
     """One prompt of a request and its sequences.
 
     `owns_request`: the request was opened here (offline use), so its last sequence closes it. `remaining`:
-    sequences that have not ended. `submitted_ids`: ids of the sequences that were handed to the engine core.
+    sequences that have not ended. `samples`: of their detokenizers, by id. `submitted_ids`: ids of the
+    sequences that were handed to the engine core.
     """
 
-    __slots__ = ("owns_request", "remaining", "request", "submitted_ids")
+    __slots__ = ("owns_request", "remaining", "request", "samples", "submitted_ids")
 
     def __init__(self, request: request_span.RequestSpan, owns_request: bool, sequences: int) -> None:
         self.request, self.owns_request, self.remaining = request, owns_request, sequences
         self.submitted_ids: set[str] = set()
+        self.samples: dict[str, DetokenizationSample] = {}
 
 
 in_flight: dict[str, PromptRequest] = {}
@@ -115,7 +118,7 @@ instrumentor.patch_hot_path("vllm.v1.engine.llm_engine:LLMEngine.__init__", part
     f"{OUTPUT_PROCESSOR}.add_request", reads=("request", "parent_req"), part=REQUESTS
 )
 def trace_add_request(call: Call) -> Generator[None, Any, None]:
-    """Binds a new sequence to its request, and gives its detokenizer that request.
+    """Binds a new sequence to its request, and samples its detokenizer for that request.
 
     This is the first call in which vLLM knows the sequence.
     """
@@ -130,8 +133,9 @@ def trace_add_request(call: Call) -> Generator[None, Any, None]:
         raise
     state = call.instance.request_states.get(request_id)
     detokenizer = getattr(state, "detokenizer", None)
-    if prompt_request is not None and detokenizer is not None:
-        detokenizer.otel_infer_id, detokenizer.otel_infer = request_id, prompt_request.request
+    # A streamed input comes in several pieces, which share a detokenizer.
+    if prompt_request is not None and detokenizer is not None and request_id not in prompt_request.samples:
+        prompt_request.samples[request_id] = DetokenizationSample(detokenizer, prompt_request.request)
 
 
 def _register_sequence(processor: Any, sequence: Any, parent: Any) -> PromptRequest | None:

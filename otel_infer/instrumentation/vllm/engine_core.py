@@ -15,12 +15,18 @@ from otel_infer import _clock
 from otel_infer.instrumentation.hooks.probe import Hook
 from otel_infer.instrumentation.vllm import scheduler_waits
 from otel_infer.instrumentation.vllm._instrumentor import PREEMPTIONS, SCHEDULER, STEPS, instrumentor
-from otel_infer.instrumentation.vllm.scheduler import get_scheduler_steps, remove_from_batch
+from otel_infer.instrumentation.vllm.scheduler_steps import (
+    get_scheduler_steps,
+    remove_from_batch,
+    update_waiting,
+)
 from otel_infer.ringbuffer import events
 from otel_infer.tracing import propagation
 
 FRONTEND_ABORT = "abort"
 """Finish reason of an abort that the API server requested; the API server records the reason itself."""
+REASONS_WITH_TOKEN = ("stop", "length", "repetition")
+"""Finish reasons of a request that ends with a token; one that fails may end without."""
 
 
 @instrumentor.patch_hot_path(f"{SCHEDULER}.add_request", reads=("request",), part=STEPS)
@@ -31,7 +37,13 @@ def wrap_add_request(original: Callable[..., Any], hook: Hook) -> Callable[..., 
                 _record_received(self, request)
             except Exception as exc:
                 hook.mark_failed(exc)
-        return original(self, request)
+        result = original(self, request)
+        if hook.alive:
+            try:
+                update_waiting(self)
+            except Exception as exc:
+                hook.mark_failed(exc)
+        return result
 
     return add_request
 
@@ -67,6 +79,9 @@ def wrap_free_request(original: Callable[..., Any], hook: Hook) -> Callable[...,
 def _record_finished(scheduler: Any, request: Any) -> None:
     steps = remove_from_batch(scheduler, request.request_id, is_over=True)
     drafts = steps.drafts.pop(request.request_id, None) if steps is not None else None
+    reason = str(request.get_finished_reason())
+    if steps is not None and reason not in REASONS_WITH_TOKEN:
+        steps.ended_early = True
     fragment = getattr(request, "otel_infer", None)
     if fragment is None:
         return
@@ -74,7 +89,6 @@ def _record_finished(scheduler: Any, request: Any) -> None:
     scheduler_waits.record_waits(request, fragment, at)
     if drafts is not None:
         fragment.record_event(events.TokensDrafted(at, *drafts))
-    reason = str(request.get_finished_reason())
     if reason != FRONTEND_ABORT:
         fragment.record_event(events.EngineFinished(at, reason, int(request.num_output_tokens)))
     propagation.release(fragment)

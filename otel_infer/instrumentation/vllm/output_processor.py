@@ -1,9 +1,10 @@
 """Hooks in the API server for the outputs of the engine core: tokens become text, and a sequence ends.
 
-    OutputProcessor.process_outputs ─▶ detokenizer.update* ─▶ _finish_request
-    failed, stopped                    token reached          an offline request closes
+    OutputProcessor.process_outputs ─▶ detokenizer.update ─▶ _finish_request
+    stopped                            `detokenization`      failed; an offline request closes
 
-One output handler serves all requests. Each detokenizer therefore carries its request.
+One output handler serves all requests, on the thread of the event loop. So nothing is done per token here, and
+per batch of outputs only where a sequence ends in it.
 """
 
 from __future__ import annotations
@@ -16,93 +17,69 @@ from otel_infer import _clock
 from otel_infer.instrumentation.hooks.probe import Hook
 from otel_infer.instrumentation.vllm._instrumentor import REQUESTS, instrumentor
 from otel_infer.instrumentation.vllm.api_server import OUTPUT_PROCESSOR, in_flight
+from otel_infer.instrumentation.vllm.detokenization import DetokenizationSample
 from otel_infer.ringbuffer import events
 
-DETOKENIZER = "vllm.v1.engine.detokenizer"
 FAILURE_REASONS = ("abort", "error")
 
 _get_finish_reason = attrgetter("finish_reason")
 
-_stopped: dict[str, Any] = {}
-"""Detokenizers by sequence id, where a sequence met a stop string in the outputs being processed."""
-_engine_failures: dict[str, str] = {}
-"""Finish reasons (`abort`, `error`) by sequence id, in the outputs being processed, where the engine ended it
-itself.
 
-Examples: the engine is paused, or it cannot process the prompt.
-"""
+class OutputBatch:
+    """The outputs of the engine core that are being processed, and the sequences that ended in them so far.
 
-
-def _wrap_update(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
-    """Adds the time of a call to the request's detokenize time, and records its first token.
-
-    It runs once per request and step, so it costs two clock readings and an addition. A request may end
-    without a token.
+    `ended`: their samples by id, None without a detokenizer.
     """
 
-    def update(self: Any, *args: Any, **kwargs: Any) -> Any:
-        request = getattr(self, "otel_infer", None)
-        if request is None or not hook.alive:
-            return original(self, *args, **kwargs)
-        started_at = _clock.now()
-        stop_string = original(self, *args, **kwargs)
-        request.detokenize_ns += _clock.now() - started_at
-        try:
-            if not request.tokens_reached and (args[0] if args else kwargs.get("new_token_ids")):
-                request.record_token_reached()
-            if stop_string is not None:
-                _stopped[self.otel_infer_id] = self
-        except Exception as exc:
-            hook.mark_failed(exc)
-        return stop_string
+    __slots__ = ("_failures", "_outputs", "ended")
 
-    return update
+    def __init__(self, outputs: Any) -> None:
+        self._outputs = outputs
+        self._failures: dict[str, str] | None = None
+        self.ended: dict[str, DetokenizationSample | None] = {}
 
+    def get_failure(self, request_id: str) -> str:
+        """Returns the finish reason, `abort` or `error`, if the engine ended this sequence itself; else "".
 
-# The first class makes text. The second serves requests for token ids alone, such as beam search.
-instrumentor.patch_hot_path(f"{DETOKENIZER}:BaseIncrementalDetokenizer.update", part=REQUESTS)(_wrap_update)
-instrumentor.patch_hot_path(f"{DETOKENIZER}:IncrementalDetokenizer.update", optional=True, part=REQUESTS)(
-    _wrap_update
-)
+        Examples: the engine is paused, or it cannot process the prompt. The outputs are searched at the first
+        end of a sequence in them, because there is none in most batches.
+        """
+        if self._failures is None:
+            ends = filter(_get_finish_reason, self._outputs)
+            reasons = {output.request_id: str(output.finish_reason) for output in ends}
+            self._failures = {key: reason for key, reason in reasons.items() if reason in FAILURE_REASONS}
+        return self._failures.get(request_id, "")
 
 
 @instrumentor.patch_hot_path(
     f"{OUTPUT_PROCESSOR}.process_outputs", reads=("engine_core_outputs",), part=REQUESTS
 )
 def wrap_process_outputs(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
-    """Records sequences that end on a stop string, and notes sequences that the engine core ended itself.
+    """Records sequences that end on a stop string, and keeps the outputs for sequences that end in them.
 
     A stop string is found here. The engine core then gets an abort, although the sequence finished normally.
     If the engine core aborts a sequence itself, only its output here shows that.
     """
 
     def process_outputs(self: Any, engine_core_outputs: Any, *args: Any, **kwargs: Any) -> Any:
-        if hook.alive:
-            try:
-                for output in filter(_get_finish_reason, engine_core_outputs):
-                    if (reason := str(output.finish_reason)) in FAILURE_REASONS:
-                        _engine_failures[output.request_id] = reason
-            except Exception as exc:
-                hook.mark_failed(exc)
+        self.otel_infer_batch = batch = OutputBatch(engine_core_outputs)
         result = original(self, engine_core_outputs, *args, **kwargs)
-        if _stopped:
+        self.otel_infer_batch = None
+        if batch.ended and hook.alive:
             try:
-                for request_id in result.reqs_to_abort if hook.alive else ():
-                    if request_id in _stopped:
-                        _record_stop(_stopped[request_id])
+                for request_id in result.reqs_to_abort:
+                    _record_stop(batch.ended.get(request_id))
             except Exception as exc:
                 hook.mark_failed(exc)
-            _stopped.clear()
-        _engine_failures.clear()
         return result
 
     return process_outputs
 
 
-def _record_stop(detokenizer: Any) -> None:
+def _record_stop(sample: DetokenizationSample | None) -> None:
     """Records the end of a sequence on a stop string; vLLM discards the tokens generated after it."""
-    tokens = len(detokenizer.output_token_ids)
-    detokenizer.otel_infer.record_event(events.EngineFinished(_clock.now(), "stop", tokens))
+    if sample is not None:
+        sample.request.record_event(events.EngineFinished(_clock.now(), "stop", sample.count_tokens()))
 
 
 @instrumentor.patch_hot_path(f"{OUTPUT_PROCESSOR}._finish_request", reads=("req_state",), part=REQUESTS)
@@ -111,7 +88,12 @@ def wrap_finish_request(original: Callable[..., Any], hook: Hook) -> Callable[..
         result = original(self, req_state)
         if hook.alive:
             try:
-                _end_sequence(req_state.request_id, _engine_failures.get(req_state.request_id, ""))
+                request_id = req_state.request_id
+                batch: OutputBatch | None = getattr(self, "otel_infer_batch", None)
+                if batch is None:
+                    _end_sequence(request_id, "")
+                else:
+                    batch.ended[request_id] = _end_sequence(request_id, batch.get_failure(request_id))
             except Exception as exc:
                 hook.mark_failed(exc)
         return result
@@ -136,21 +118,25 @@ def wrap_abort_requests(original: Callable[..., Any], hook: Hook) -> Callable[..
     return abort_requests
 
 
-def _end_sequence(request_id: str, failure: str) -> None:
+def _end_sequence(request_id: str, failure: str) -> DetokenizationSample | None:
     """Removes a sequence that is over in this process; the last one closes an offline request.
 
     `failure`: `abort`, `error`, or "" for a normal end. For an error the engine core records the finish
-    itself, if it had received the request.
+    itself, if it had received the request. Returns the sample of its detokenizer, None without one.
     """
     prompt_request = in_flight.pop(request_id, None)
     if prompt_request is None:
-        return
+        return None
+    sample = prompt_request.samples.pop(request_id, None)
+    if sample is not None:
+        sample.add_estimate()
     if failure == "abort":
         prompt_request.request.record_event(events.EngineFinished(_clock.now(), "abort", 0))
     prompt_request.remaining -= 1
     if prompt_request.owns_request and prompt_request.remaining <= 0:
         outcomes = {"abort": events.ABORTED, "error": events.ERROR}
         prompt_request.request.close(outcomes.get(failure, events.OK))
+    return sample
 
 
 @instrumentor.patch_hot_path(f"{OUTPUT_PROCESSOR}.propagate_error", part=REQUESTS)

@@ -41,12 +41,15 @@ Any other status is `OTHER`: a LoRA slot, the encoder cache, …
 
 
 class WaitingReporter:
-    """Records the waiting requests of one scheduler once a second, and once more when none waits."""
+    """Records the waiting requests of one scheduler once a second, and once more when none waits.
 
-    __slots__ = ("_reasons", "_reported_at")
+    `reasons`: the reasons that were recorded last.
+    """
+
+    __slots__ = ("_reported_at", "reasons")
 
     def __init__(self) -> None:
-        self._reasons: set[str] = set()
+        self.reasons: set[str] = set()
         self._reported_at = 0
 
     def on_scheduled(self, scheduler: Any, at: int, waiting: int) -> None:
@@ -59,12 +62,12 @@ class WaitingReporter:
             for request in deferred:
                 if request.status.name == WAITING_FOR_KV and not hasattr(request, "otel_infer_kv"):
                     request.otel_infer_kv = at
-        if (waiting or self._reasons) and at - self._reported_at >= REPORT_INTERVAL_NS:
+        if (waiting or self.reasons) and at - self._reported_at >= REPORT_INTERVAL_NS:
             self.report_waiting(scheduler, at)
 
     def on_idle(self, scheduler: Any, at: int) -> None:
         """Records the waiting requests now, because the next batch may be far away."""
-        if self._reasons:
+        if self.reasons:
             self.report_waiting(scheduler, at)
 
     def report_waiting(self, scheduler: Any, at: int) -> None:
@@ -73,9 +76,9 @@ class WaitingReporter:
             REASONS.get(request.status.name, OTHER) for request in get_deferred_requests(scheduler)
         )
         counts[CAPACITY] = count_waiting(scheduler) - counts.total()
-        for reason in sorted(self._reasons | counts.keys()):
+        for reason in sorted(self.reasons | counts.keys()):
             recorder.record_process(events.WaitingSeen(at, reason, max(counts[reason], 0)))
-        self._reasons, self._reported_at = {reason for reason, requests in counts.items() if requests > 0}, at
+        self.reasons, self._reported_at = {reason for reason, requests in counts.items() if requests > 0}, at
 
 
 def count_waiting(scheduler: Any) -> int:

@@ -22,9 +22,11 @@ from otel_infer.ringbuffer.recorder import recorder
 
 WORKER = "vllm.v1.worker.gpu_worker:Worker"
 
+_now, _begin, _record = _clock.now, timing.begin, recorder.record_process
+
 
 class _DeviceStepWork(StepWork):
-    """Step work of which only device times are recorded here; `RunningStep.record_executed` records the
+    """Step work of which only device times are recorded here; `_end_step` records the
     host's.
     """
 
@@ -34,63 +36,57 @@ class _DeviceStepWork(StepWork):
         """Records nothing."""
 
 
-class RunningStep:
-    """A step that a worker has begun. `ended_at`: when the last call for it returned so far, 0 = none has."""
+RunningStep = tuple[int, int, Any, int, int]
+"""A step that a worker has begun: pid of its engine core, its number, what `timing.begin` returned, and when
+`execute_model` began and returned.
+"""
 
-    __slots__ = ("_timing_handle", "ended_at", "started_at", "step")
 
-    def __init__(self, step: tuple[int, int], is_prefill: bool) -> None:
-        self._timing_handle = timing.begin(always=is_prefill)
-        self.step, self.started_at, self.ended_at = step, _clock.now(), 0
+def _end_step(running: RunningStep, rank: int, result: Any, ended_at: int) -> None:
+    """Records the host's time of a step whose work is launched, and ends its device timing.
 
-    def mark_launched(self, rank: int, result: Any) -> None:
-        """Ends the device timing of a step whose work is launched.
-
-        Where vLLM schedules one step ahead, the host has not yet waited for the device. The result then has
-        `get_output`, which fetches the tokens later.
-        """
-        self.ended_at = _clock.now()
-        pid, step = self.step
+    Where vLLM schedules one step ahead, the host has not yet waited for the device. The result then has
+    `get_output`, which fetches the tokens later.
+    """
+    pid, step, timed, started_at, _ = running
+    if not isinstance(timed, int):  # otherwise no device is timed
         work = _DeviceStepWork(ENGINE, pid, rank, step, 0)
-        timing.end(self._timing_handle, work, has_waited=not hasattr(result, "get_output"))
+        timing.end(timed, work, has_waited=not hasattr(result, "get_output"))
+    _record(events.StepExecuted(ended_at, started_at, ENGINE, pid, rank, step))
 
-    def cancel_timing(self) -> None:
-        """Drops the device timing of a step that did not launch all its work."""
-        timing.cancel(self._timing_handle)
 
-    def record_executed(self, rank: int) -> None:
-        """Records the host's time of the step."""
-        pid, step = self.step
-        recorder.record_process(events.StepExecuted(self.ended_at, self.started_at, ENGINE, pid, rank, step))
+def _end_unfinished(running: RunningStep, rank: int) -> None:
+    """Records the host's time of a step without sampling, as in a pipeline stage before the last."""
+    pid, step, timed, started_at, ended_at = running
+    timing.cancel(timed)
+    _record(events.StepExecuted(ended_at, started_at, ENGINE, pid, rank, step))
 
 
 @instrumentor.patch_hot_path(f"{WORKER}.execute_model", reads=("scheduler_output",), part=EXECUTION)
 def wrap_execute_model(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        step = getattr(scheduler_output, "otel_infer_step", None)
-        if step is None or not hook.alive:
+        ids = getattr(scheduler_output, "otel_infer_step", None)
+        if ids is None or not hook.alive:
             return original(self, scheduler_output, *args, **kwargs)
         try:
-            running = RunningStep(step, bool(scheduler_output.scheduled_new_reqs))
+            timed = _begin(None, bool(scheduler_output.scheduled_new_reqs))
         except Exception as exc:
             hook.mark_failed(exc)
             return original(self, scheduler_output, *args, **kwargs)
+        started_at = _now()
         try:
             result = original(self, scheduler_output, *args, **kwargs)
         except BaseException:
-            running.cancel_timing()
+            timing.cancel(timed)
             raise
         try:
-            unfinished = getattr(self, "otel_infer_begun", None)
+            ended_at, unfinished = _now(), getattr(self, "otel_infer_begun", None)
             if unfinished is not None:
-                unfinished.cancel_timing()
-                unfinished.record_executed(self.rank)
-            if result is not None:
-                running.mark_launched(self.rank, result)
-                running.record_executed(self.rank)
-            else:
-                running.ended_at = _clock.now()
+                _end_unfinished(unfinished, self.rank)
+            running = *ids, timed, started_at, ended_at
             self.otel_infer_begun = running if result is None else None
+            if result is not None:
+                _end_step(running, self.rank, result, ended_at)
         except Exception as exc:
             hook.mark_failed(exc)
         return result
@@ -105,9 +101,8 @@ def wrap_sample_tokens(original: Callable[..., Any], hook: Hook) -> Callable[...
         running = getattr(self, "otel_infer_begun", None)
         if running is not None and hook.alive:
             try:
-                self.otel_infer_begun = None
-                running.mark_launched(self.rank, result)
-                running.record_executed(self.rank)
+                ended_at, self.otel_infer_begun = _now(), None
+                _end_step(running, self.rank, result, ended_at)
             except Exception as exc:
                 hook.mark_failed(exc)
         return result

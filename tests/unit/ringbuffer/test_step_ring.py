@@ -63,7 +63,7 @@ changes = st.lists(
         st.sampled_from(["one each", "column", "few exceptions"]),  # tokens
         st.booleans(),  # the reader polls
         st.booleans(),  # the reader is replaced by a new one
-        st.booleans(),  # if nothing changed, the engine reports it
+        st.booleans(),  # the engine reports who left and who joined, or that nobody did
     ),
     max_size=80,
 )
@@ -82,6 +82,7 @@ def test_every_batch_read_equals_the_batch_run(history: list[Any], halvings: int
     for leave, join, sit_out, swap, encoding, poll, restart, reported in history:
         left = [running[i] for i in leave if i < len(running)]
         running = [key for key in running if key not in left]
+        joined = [f"r{created + 1 + i}" for i in range(join)]
         for _ in range(join):
             created += 1
             running.append(f"r{created}")
@@ -94,8 +95,12 @@ def test_every_batch_read_equals_the_batch_run(history: list[Any], halvings: int
         others = {i: n for i, n in enumerate(numbers) if n != 1}
         exceptions = [(batch[i], n) for i, n in others.items()] if encoding == "few exceptions" else []
         tokens = struct.pack(f"<{len(numbers)}I", *numbers) if encoding == "column" else b""
-        unchanged = reported and batch == before and not numbers
-        step = writer.write_unchanged(len(batch), 0, 0, 0, 0) if unchanged and not left else 0
+        step = 0
+        if reported and not tokens and batch == [key for key in before if key not in left] + joined:
+            if left or joined or exceptions:
+                step = writer.write_changed(len(batch), left, joined, exceptions, 0, 0, 0, 0)
+            else:
+                step = writer.write_unchanged(len(batch), 0, 0, 0, 0)
         step = step or writer.write_scheduled(
             batch, left, tokens, several=[*exceptions, *[("unknown", 2)] * bool(exceptions)]
         )
@@ -246,6 +251,23 @@ def test_reported_unchanged_batch_is_refused_without_a_batch_or_with_another_siz
     writer.clear_batch()
     assert writer.write_unchanged(1, 0, 0, 0, 0) == 0
     assert writer.write_scheduled(["a"]) == 3
+
+
+def test_wrongly_reported_change_is_recorded_as_a_keyframe() -> None:
+    """Somebody else left than the engine reports, so the number of members differs."""
+    writer, handles, memory = make_batch_writer()
+    for number, key in enumerate("abc", 1):
+        handles.bind_handle(key, number)
+    reader, seen = StepReader(memory, 1), ReplayedBatches()
+    writer.write_scheduled(["a", "b"])
+    assert writer.write_changed(2, ["b"], ["c", "d"], (), 0, 0, 0, 0) == 0
+    assert writer.write_unchanged(1, 0, 0, 0, 0) == 0
+    writer.write_scheduled(["b", "c"], ["b"])
+    assert writer.write_changed(2, ["b"], ["a"], [("a", 7)], 0, 0, 0, 0) == 3
+    for recorded in reader.poll(0, final=True):
+        seen.feed(recorded.event)
+    assert seen.batches == {1: [1, 2], 2: [2, 3], 3: [3, 1]}
+    assert seen.tokens[3] == {1: 7}
 
 
 def test_wrongly_reported_members_are_corrected_by_the_next_keyframe() -> None:

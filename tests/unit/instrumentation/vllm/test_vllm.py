@@ -6,6 +6,7 @@ import contextlib
 import enum
 import os
 from collections.abc import Generator, Iterator
+from collections.abc import Sequence as SequenceOf
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,9 +18,11 @@ from otel_infer.instrumentation.hooks.probe import Call, Hook
 from otel_infer.instrumentation.transformers import tokenization
 from otel_infer.instrumentation.vllm import (
     api_server,
+    detokenization,
     engine_core,
     multimodal,
     output_processor,
+    scheduler_steps,
     scheduler_waits,
     startup,
     worker,
@@ -69,12 +72,13 @@ class Request:
 class Scheduler:
     """Stand-in for the vLLM scheduler; `output` and `update` set what its methods return."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_spec_tokens: int = 0) -> None:
         self.hook = Hook("stand-in")
         self.running: list[Request] = []
         self.waiting: list[Request] = []
         self.deferred_waiting: set[Request] = set()
         self.connector: object | None = None
+        self.num_spec_tokens = num_spec_tokens
         self.requests: dict[str, Request] = {}
         self.observability_config: Any = None
         self.kv_cache_manager = SimpleNamespace(
@@ -102,7 +106,11 @@ class Scheduler:
             self.running.append(request)
 
     def schedule(
-        self, new: dict[str, int] | None = None, drafts: dict[str, int] | None = None, **tokens: int
+        self,
+        new: dict[str, int] | None = None,
+        drafts: dict[str, int] | None = None,
+        resumed: SequenceOf[str] = (),
+        **tokens: int,
     ) -> Any:
         """Schedules a batch; `new` maps requests with a new prompt to their cached token count."""
         self.output = SimpleNamespace(
@@ -112,6 +120,7 @@ class Scheduler:
                 SimpleNamespace(req_id=request_id, num_computed_tokens=cached)
                 for request_id, cached in (new or {}).items()
             ],
+            scheduled_cached_reqs=SimpleNamespace(resumed_req_ids=resumed),
             scheduled_spec_decode_tokens={request_id: [-1] * n for request_id, n in (drafts or {}).items()},
         )
         return self._schedule(self)
@@ -121,6 +130,7 @@ class Scheduler:
         sampled = SimpleNamespace(
             sampled_token_ids=[[7] * n for n in tokens.values()],
             req_id_to_index={request_id: index for index, request_id in enumerate(tokens)},
+            pooler_output=None,
         )
         outputs = [
             SimpleNamespace(request_id=request_id, new_token_ids=[7] * n) for request_id, n in tokens.items()
@@ -192,7 +202,7 @@ def test_prompt_added_in_parts_is_one_request(recording: Recording) -> None:
 
 
 def test_requests_in_a_batch_have_separate_token_counts(recording: Recording) -> None:
-    scheduler = Scheduler()
+    scheduler = Scheduler(num_spec_tokens=3)
     (request_a, headers_a), (request_b, headers_b) = open_server_request(), open_server_request()
     a, b = scheduler.add("a", headers_a), scheduler.add("b", headers_b)
     scheduler.update(scheduler.schedule(a=4, b=4), a=1, b=1)
@@ -311,7 +321,7 @@ def test_disabled_prefix_cache_records_no_lookups(recording: Recording) -> None:
 
 
 def test_draft_and_accepted_tokens_include_the_last_step(recording: Recording) -> None:
-    scheduler = Scheduler()
+    scheduler = Scheduler(num_spec_tokens=3)
     request, headers = open_server_request()
     sequence = scheduler.add("r", headers)
     scheduler.update(scheduler.schedule(new={"r": 0}, r=4), r=1)
@@ -380,14 +390,14 @@ def test_kv_transfer_is_a_stage_until_rescheduling(
     scheduler.connector = object()
     request, headers = open_server_request()
     sequence = scheduler.add("r", headers)
-    scheduler.deferred_waiting, sequence.status = {sequence}, FOR_KV
+    scheduler.waiting, scheduler.deferred_waiting, sequence.status = [sequence], {sequence}, FOR_KV
     scheduler.update(scheduler.schedule())
     scheduler.update(scheduler.schedule())
     hook = Hook("stand-in")
     for answer in (False, None):  # False: not yet (vLLM 0.17); None: transferred
         update = scheduler_waits.wrap_update_remote_kv(lambda *_, answer=answer: answer, hook)
         assert update(scheduler, sequence) is answer
-    scheduler.deferred_waiting, sequence.status = set(), WAITING
+    scheduler.waiting, scheduler.deferred_waiting, sequence.status = [], set(), WAITING
     scheduler.update(scheduler.schedule(new={"r": 4}, r=2), r=1)
     scheduler.update(scheduler.schedule(r=1), (sequence,), r=1)
     request.close()
@@ -420,9 +430,9 @@ def test_rate_limited_counter_flushes_each_second_without_loss(
 ) -> None:
     counts: list[tuple[int, int, int]] = []
     monkeypatch.setattr(
-        steps.recorder, "count", lambda mark, since, at, count: counts.append((since, at, count))
+        scheduler_steps.recorder, "count", lambda mark, since, at, count: counts.append((since, at, count))
     )
-    tally = steps.RateLimitedCounter("kv_eviction")
+    tally = scheduler_steps.RateLimitedCounter("kv_eviction")
     for at in (10, 20, 999_999_999, 1_000_000_010, 2_000_000_000):
         tally.add()
         tally.flush_if_due(at)
@@ -733,20 +743,20 @@ def test_engine_failure_is_recorded_on_open_requests(recording: Recording) -> No
 class Detokenizer:
     """Finds a stop string at its third token, if `makes_text` is set."""
 
-    def __init__(self, hook: Hook, makes_text: bool = True) -> None:
+    def __init__(self, makes_text: bool = True) -> None:
         self.output_token_ids: list[int] = []
         self.makes_text = makes_text
-        self._update = output_processor._wrap_update(self._append, hook)
 
-    def _append(self, detokenizer: Any, tokens: list[int], stopped: bool) -> str | None:
+    def update(self, tokens: list[int], stopped: bool) -> str | None:
         self.output_token_ids += tokens
         if not self.makes_text or len(self.output_token_ids) < 3:
             return None
         del self.output_token_ids[3:]
         return "."
 
-    def update(self, tokens: int = 1) -> Any:
-        return self._update(self, [7] * tokens, False)
+    def deliver(self, tokens: int = 1) -> str | None:
+        """Calls `update` as vLLM does."""
+        return self.update([7] * tokens, False)
 
 
 def submit_from_server(front_end: FrontEnd, sequence: Sequence) -> request_span.RequestSpan:
@@ -787,27 +797,27 @@ class FinishReason(enum.IntEnum):
 
 def test_tokens_after_a_stop_string_are_not_output(recording: Recording) -> None:
     front_end, sequence = FrontEnd(), Sequence("r")
-    sequence.detokenizer = detokenizer = Detokenizer(front_end.hook)
+    sequence.detokenizer = detokenizer = Detokenizer()
     request = submit_from_server(front_end, sequence)
-    assert detokenizer.update(0) is None and not request.tokens_reached
-    assert detokenizer.update() is None
-    assert detokenizer.update(4) == "."
+    assert detokenizer.deliver(0) is None and not request.tokens_reached
+    assert detokenizer.deliver() is None
+    assert detokenizer.deliver(4) == "."
     process(front_end, ended(sequence, None), aborts=("r",), finishes=(sequence,))
     request.close()
     (record,) = recording.records()
     assert (record.finish_reasons, record.output_tokens) == (("stop",), 3)
     assert record.detokenize_ns > 0 and record.first_token_at
-    assert output_processor._stopped == {} == output_processor._engine_failures and front_end.hook.alive
+    assert front_end.hook.alive
 
 
 def test_output_finished_by_both_ends_is_counted_once(recording: Recording) -> None:
     """The engine finishes the request when the front end has found the stop string."""
     scheduler, front_end, sequence = Scheduler(), FrontEnd(), Sequence("r")
-    sequence.detokenizer = detokenizer = Detokenizer(front_end.hook)
+    sequence.detokenizer = detokenizer = Detokenizer()
     request = submit_from_server(front_end, sequence)
     part = scheduler.add("r", sequence.trace_headers)
     scheduler.update(scheduler.schedule(r=5), r=1)
-    while detokenizer.update() is None:
+    while detokenizer.deliver() is None:
         scheduler.update(scheduler.schedule(r=1), r=1)
     part.num_output_tokens = 4
     scheduler.update(scheduler.schedule(r=1), (part,), r=1)
@@ -818,9 +828,9 @@ def test_output_finished_by_both_ends_is_counted_once(recording: Recording) -> N
 
 def test_request_without_output_has_no_first_token(recording: Recording) -> None:
     front_end, sequence = FrontEnd(), Sequence("r")
-    sequence.detokenizer = detokenizer = Detokenizer(front_end.hook)
+    sequence.detokenizer = detokenizer = Detokenizer()
     request = submit_from_server(front_end, sequence)
-    detokenizer.update(0)
+    detokenizer.deliver(0)
     process(front_end, ended(sequence, FinishReason.ERROR), finishes=(sequence,))
     request.close()
     assert recording.records()[0].first_token_at == 0
@@ -828,9 +838,9 @@ def test_request_without_output_has_no_first_token(recording: Recording) -> None
 
 def test_tokens_without_detokenization_are_marked_as_reached(recording: Recording) -> None:
     front_end, sequence = FrontEnd(), Sequence("r")
-    sequence.detokenizer = detokenizer = Detokenizer(front_end.hook, makes_text=False)
+    sequence.detokenizer = detokenizer = Detokenizer(makes_text=False)
     request = submit_from_server(front_end, sequence)
-    detokenizer.update()
+    detokenizer.deliver()
     assert request.tokens_reached
 
 
@@ -911,7 +921,7 @@ def test_nine_batches_may_be_in_flight(recording: Recording) -> None:
 
 def test_invalid_and_unused_drafts_are_not_counted(recording: Recording) -> None:
     """Drafts rejected by a grammar and drafts of a finished request do not count."""
-    scheduler = Scheduler()
+    scheduler = Scheduler(num_spec_tokens=3)
     scheduler.connector = object()  # keeps the blocks of a finished request
     (request, headers), (finished_request, finished_headers) = open_server_request(), open_server_request()
     sequence, finished = scheduler.add("r", headers), scheduler.add("g", finished_headers)
@@ -931,7 +941,7 @@ def test_invalid_and_unused_drafts_are_not_counted(recording: Recording) -> None
 def test_drafts_of_a_preempted_request_are_not_counted(
     recording: Recording,
 ) -> None:
-    scheduler = Scheduler()
+    scheduler = Scheduler(num_spec_tokens=3)
     request, headers = open_server_request()
     sequence: Any = scheduler.add("r", headers)
     scheduler.update(scheduler.schedule(new={"r": 0}, r=4), r=1)
@@ -967,18 +977,84 @@ def test_model_name_is_the_first_served_name(served: Any, name: str) -> None:
     assert model_name(SimpleNamespace(served_model_name=served, model="./m")) == name
 
 
-def test_unreadable_token_ids_disable_the_detokenizer_hook(recording: Recording) -> None:
+def test_unreadable_token_ids_disable_the_detokenizer_hook(
+    recording: Recording, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Tokens:
         def __bool__(self) -> bool:
             raise ValueError
 
+    class Taker:
+        def update(self, tokens: Tokens) -> str:
+            return "text"
+
+    monkeypatch.setattr(detokenization, "_hook", Hook("update"))
     front_end, sequence = FrontEnd(), Sequence("r")
-    sequence.detokenizer = SimpleNamespace()
+    sequence.detokenizer = Taker()
     submit_from_server(front_end, sequence)
-    hook = Hook("update")
-    update = output_processor._wrap_update(lambda self, tokens: "text", hook)
-    assert update(sequence.detokenizer, Tokens()) == "text"
-    assert not hook.alive
+    assert sequence.detokenizer.update(Tokens()) == "text"
+    assert not detokenization._hook.alive
+    later = Sequence("s")
+    later.detokenizer = Taker()
+    submit_from_server(front_end, later)
+    assert vars(later.detokenizer) == {}
+
+
+@pytest.fixture
+def detokenizer_clock(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Returns a list with the time (ns) that each detokenizing takes, instead of the clock's."""
+    clock = [0, 0]
+
+    def now() -> int:
+        clock[1] += clock[0]
+        return clock[1]
+
+    monkeypatch.setattr(detokenization._clock, "now", now)
+    return clock
+
+
+def test_detokenization_is_estimated_from_the_first_outputs(
+    recording: Recording, detokenizer_clock: list[int]
+) -> None:
+    """One long wait in the sample counts once, not for each later token."""
+    front_end, sequence = FrontEnd(), Sequence("r")
+    sequence.detokenizer = detokenizer = Detokenizer(makes_text=False)
+    request = submit_from_server(front_end, sequence)
+    detokenizer_clock[0] = 1_000_000
+    detokenizer.deliver()
+    detokenizer_clock[0] = 10
+    for _ in range(detokenization.SAMPLED_OUTPUTS - 1):
+        assert "update" in vars(detokenizer)
+        detokenizer.deliver()
+    assert "update" not in vars(detokenizer)
+    for _ in range(100):
+        detokenizer.deliver(2)
+    process(front_end, ended(sequence, FinishReason.LENGTH), finishes=(sequence,))
+    assert request.detokenize_ns == 1_000_000 + 10 * (detokenization.SAMPLED_OUTPUTS - 1) + 10 * 200
+
+
+def test_short_output_is_timed_whole(recording: Recording, detokenizer_clock: list[int]) -> None:
+    front_end, sequence = FrontEnd(), Sequence("r")
+    sequence.detokenizer = detokenizer = Detokenizer(makes_text=False)
+    request = submit_from_server(front_end, sequence)
+    detokenizer_clock[0] = 10
+    detokenizer.deliver()
+    detokenizer.deliver(3)
+    front_end.abort(sequence)
+    assert request.detokenize_ns == 20
+    assert "update" not in vars(detokenizer)
+
+
+def test_outputs_are_not_searched_unless_a_sequence_ends(recording: Recording) -> None:
+    class Unread(list[Any]):
+        def __iter__(self) -> Any:
+            raise AssertionError("searched")
+
+    front_end = FrontEnd()
+    result = SimpleNamespace(reqs_to_abort=[])
+    processed = output_processor.wrap_process_outputs(lambda *_: result, front_end.hook)
+    assert processed(front_end, Unread([1, 2])) is result
+    assert front_end.hook.alive
 
 
 def test_removed_hooks_record_nothing(recording: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -990,12 +1066,9 @@ def test_removed_hooks_record_nothing(recording: Recording, monkeypatch: pytest.
     sequence = SimpleNamespace(otel_infer_grammar=(1, 0))
     scheduler_waits.wrap_create_grammar(lambda *_: None, hook)(None, sequence)
     assert sequence.otel_infer_grammar == (1, 0)
-    monkeypatch.setattr(steps, "_evictions", SimpleNamespace(add=lambda: recorded.append("eviction")))
-    assert steps.evict_cached_block(lambda: True, hook)()
+    monkeypatch.setattr(steps, "evictions", SimpleNamespace(add=lambda: recorded.append("eviction")))
+    assert steps.evict_cached_block(lambda *_: True, hook)(None, None)
     assert recorded == []
-    detokenizer = SimpleNamespace(otel_infer=SimpleNamespace(detokenize_ns=0))
-    output_processor._wrap_update(lambda self: None, hook)(detokenizer)
-    assert detokenizer.otel_infer.detokenize_ns == 0
 
 
 def test_failing_mark_of_a_grammar_keeps_the_grammar() -> None:
@@ -1014,7 +1087,7 @@ def test_failing_dummy_batch_counter_disables_the_hook(monkeypatch: pytest.Monke
         raise ValueError
 
     hook = Hook("stand-in")
-    monkeypatch.setattr(steps, "_dummy_batches", SimpleNamespace(add=fail))
+    monkeypatch.setattr(steps, "dummy_batches", SimpleNamespace(add=fail))
     assert steps.wrap_execute_dummy_batch(lambda: 7, hook)() == 7
     assert not hook.alive
 

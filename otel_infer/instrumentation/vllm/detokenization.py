@@ -1,0 +1,73 @@
+"""Times the first outputs of a sequence in its detokenizer; later ones pass without a frame of ours.
+
+A detokenizer belongs to one sequence. Its `update` is replaced on the instance, for as many outputs as a sample
+takes. The time of all later tokens is estimated from the sample when the sequence ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from statistics import median
+from typing import Any
+
+from otel_infer import _clock
+from otel_infer.instrumentation.hooks.probe import Hook
+from otel_infer.tracing import request_span
+
+SAMPLED_OUTPUTS = 8
+"""Outputs that are timed per sequence; the first one also shows that a token has reached the API server."""
+
+_hook = Hook("vllm.v1.engine.detokenizer:IncrementalDetokenizer.update")
+
+
+class DetokenizationSample:
+    """The first outputs of a sequence of `request`."""
+
+    __slots__ = ("_detokenizer", "_ns_per_token", "_tokens", "request")
+
+    def __init__(self, detokenizer: Any, request: request_span.RequestSpan) -> None:
+        self._detokenizer, self.request = detokenizer, request
+        self._ns_per_token: list[float] = []
+        self._tokens = 0
+        if _hook.alive:
+            detokenizer.update = self.update
+
+    def update(self, *args: Any, **kwargs: Any) -> Any:
+        """Replaces `update` of the detokenizer, until `SAMPLED_OUTPUTS` outputs had tokens."""
+        started_at = _clock.now()
+        stop_string = type(self._detokenizer).update(self._detokenizer, *args, **kwargs)
+        spent_ns = _clock.now() - started_at
+        if _hook.alive:
+            try:
+                self._add_output(args[0] if args else kwargs["new_token_ids"], spent_ns)
+            except Exception as exc:
+                _hook.mark_failed(exc)
+        return stop_string
+
+    def _add_output(self, token_ids: Any, spent_ns: int) -> None:
+        self.request.detokenize_ns += spent_ns
+        if not token_ids:  # a request may end without a token
+            return
+        self.request.record_token_reached()
+        self._tokens += len(token_ids)
+        self._ns_per_token.append(spent_ns / len(token_ids))
+        if len(self._ns_per_token) == SAMPLED_OUTPUTS:
+            self._restore()
+
+    def _restore(self) -> None:
+        with contextlib.suppress(AttributeError):
+            del self._detokenizer.update
+
+    def count_tokens(self) -> int:
+        """Returns the tokens of the sequence so far. vLLM discards those after a stop string."""
+        return len(self._detokenizer.output_token_ids)
+
+    def add_estimate(self) -> None:
+        """Ends the sample. Adds the estimated time of the tokens after it to the request.
+
+        The median is used, because one wait for the GIL in the sample would count for all tokens.
+        """
+        self._restore()
+        if self._ns_per_token:
+            later = max(self.count_tokens() - self._tokens, 0)
+            self.request.detokenize_ns += round(later * median(self._ns_per_token))
