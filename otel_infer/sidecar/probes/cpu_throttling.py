@@ -14,6 +14,7 @@ Quotas of a group and of its ancestors may throttle at the same time. The larges
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path, PurePosixPath
@@ -27,7 +28,12 @@ EARLY_TOLERANCE_NS = 5_000_000
 """Tolerance for a wake-up before the due time, because wake-ups are not exact to the µs."""
 RESCAN_INTERVAL_NS = 250_000_000
 """Time between look-ups of the server's processes."""
+QUOTA_INTERVAL_NS = 5_000_000_000
+"""Time between look-ups of the quotas, which may be set while a process runs. Without a quota nothing is read."""
 STAT = "cpu.stat"
+QUOTAS = "cpu.max", "cpu.cfs_quota_us"
+"""Names of the quota of a group in cgroup version 2 and version 1."""
+_UNLIMITED = "max", "-1"
 _MAX_READ_BYTES = 4096
 _UNITS_NS = {"throttled_usec": 1000, "throttled_time": 1}
 """Field names of cgroup version 2 and version 1, with their units in ns."""
@@ -67,6 +73,14 @@ def find_stat_files(memberships: str, own: str, mount: Path) -> tuple[Path, ...]
         elif memberships == own:
             candidates.append(base / STAT)
     return tuple(file for file in candidates if _read_throttled_ns(file) is not None)
+
+
+def has_quota(stat: Path) -> bool:
+    """Returns whether the group of this `cpu.stat` has a quota; True where that cannot be read."""
+    for name in QUOTAS:
+        with contextlib.suppress(OSError):
+            return not stat.with_name(name).read_text(encoding="ascii", errors="replace").startswith(_UNLIMITED)
+    return True
 
 
 def _read_throttled_ns(file: Path) -> int | None:
@@ -126,7 +140,8 @@ class CpuThrottlingProbe:
         self._proc, self._mount, self._now = proc, mount, now
         self._files: dict[int, tuple[Path, ...]] = {}
         self._groups: dict[tuple[Path, ...], _CgroupStats] = {}
-        self._sampled_at = self._rescanned_at = 0
+        self._limited: dict[tuple[Path, ...], bool] = {}
+        self._sampled_at = self._rescanned_at = self._quotas_read_at = 0
 
     def read_events(self, processes: Callable[[], Iterable[tuple[int, int]]]) -> list[events.RecordedEvent]:
         """Returns the throttling since the last reading.
@@ -139,7 +154,7 @@ class CpuThrottlingProbe:
         self._sampled_at = now
         if now - self._rescanned_at >= RESCAN_INTERVAL_NS:
             self._rescanned_at = now
-            self._update_groups(dict(processes()))
+            self._update_groups(dict(processes()), now)
         recorded = []
         for files, group in self._groups.items():
             at, length = group.read_throttling(self._now)
@@ -150,21 +165,30 @@ class CpuThrottlingProbe:
 
     def close(self) -> None:
         """Closes all files."""
-        self._update_groups({})
+        self._update_groups({}, self._rescanned_at)
 
-    def _update_groups(self, pids: dict[int, int]) -> None:
+    def _update_groups(self, pids: dict[int, int], now: int) -> None:
         known_files, previous = self._files, self._groups
+        if now - self._quotas_read_at >= QUOTA_INTERVAL_NS:
+            self._quotas_read_at, self._limited = now, {}
+        elif pids.keys() == known_files.keys():
+            return
         self._files = {
             ring: known_files[ring] if ring in known_files else self._find_stat_files(pid)
             for ring, pid in pids.items()
         }
-        groups = {files for files in self._files.values() if files}
+        groups = {files for files in self._files.values() if self._has_quota(files)}
         self._groups = {
             files: previous.pop(files) if files in previous else _CgroupStats(files, self._sampled_at)
             for files in groups
         }
         for group in previous.values():
             group.close()
+
+    def _has_quota(self, files: tuple[Path, ...]) -> bool:
+        if files not in self._limited:
+            self._limited[files] = any(map(has_quota, files))
+        return self._limited[files]
 
     def _find_stat_files(self, pid: int) -> tuple[Path, ...]:
         try:
