@@ -234,11 +234,11 @@ class MergedReader:
 
         Each is (step ring, pid as seen from here, pid and thread id as their process sees them).
         """
-        seen = dict(self.list_writers())
+        stepping = [(process, process.find_pid()) for process in self._processes.values() if process.engines]
         return [
-            (steps.ring, seen[process.ring], steps.header.pid, steps.header.words[layout.W_THREAD])
-            for process in self._processes.values()
-            if process.ring in seen
+            (steps.ring, pid, steps.header.pid, steps.header.words[layout.W_THREAD])
+            for process, pid in stepping
+            if pid
             for steps in process.engines
         ]
 

@@ -24,7 +24,6 @@ class ProcessRings:
         self.engines: list[StepReader] = []
         self.processed_until = reader.header.words[layout.W_PROCESSED_UNTIL]
         """Instant up to which an earlier reader exported requests; 0 = there was none."""
-        self._pid = 0
         self.latest_event_at = 0
         self.was_alive = False
         self.reported = self.read_counts() if self.processed_until else Counter[str]()
@@ -69,9 +68,7 @@ class ProcessRings:
 
     def find_pid(self) -> int:
         """Returns the pid of the process as seen from here; 0 = not visible, or rings in this process's memory."""
-        if not self._pid and self.descriptor >= 0:
-            self._pid = directory.find_lock_holder(self.descriptor)
-        return self._pid
+        return directory.find_lock_holder(self.descriptor) if self.descriptor >= 0 else 0
 
     def is_dead(self) -> bool:
         if self.descriptor < 0:
