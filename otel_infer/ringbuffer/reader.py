@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 import mmap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from otel_infer.ringbuffer import events, layout
+from otel_infer.ringbuffer.events import ExchangeEnded, RecordedEvent, make_tuple, unpack_request
 
 Words = NDArray[np.uint64]
 
@@ -68,6 +69,21 @@ class RingHeader:
         self.cells = self.words[layout.W_CELLS]
 
 
+class _Strings(dict[int, str]):
+    """The strings of a string table that were read so far, by id; a lookup reads a missing one."""
+
+    def __init__(self, read: Callable[[int], str | None]) -> None:
+        super().__init__({0: ""})
+        self._read = read
+
+    def __missing__(self, index: int) -> str:
+        text = self._read(index)
+        if text is None:
+            return events.OTHER
+        self[index] = text
+        return text
+
+
 class RequestReader:
     """Reader of the request ring, live table and string table of one process."""
 
@@ -84,7 +100,7 @@ class RequestReader:
         self._cells: Words = words.reshape(cells, 8)
         self._cell_words = memoryview(memory)[layout.PAGE : layout.PAGE + cells * layout.CELL_BYTES].cast("Q")
         self._slots = slots
-        self._strings: dict[int, str] = {0: ""}
+        self._strings = _Strings(self._read_string)
         self._strings_reused = 0
         self._window = np.arange(min(WINDOW, cells))
         self._next = 0
@@ -103,7 +119,7 @@ class RequestReader:
     def poll(self, now: int, final: bool = False) -> Iterator[events.RecordedEvent]:
         """Yields new events that were complete at the last `observe` or poll; `final`: all that are complete now."""
         if self._strings_reused != (reused := self.header.words[layout.W_STRINGS_REUSED]):
-            self._strings, self._strings_reused = {0: ""}, reused
+            self._strings, self._strings_reused = _Strings(self._read_string), reused
         newest = self._find_newest()
         self.fill_ratio, self._newest_polled = (newest - self._newest_polled) / self.header.cells, newest
         upto, self._complete = (newest if final else min(self._complete, newest)), newest
@@ -168,16 +184,14 @@ class RequestReader:
 
     def get_string(self, index: int) -> str:
         """Returns the string with this id, or `_OTHER` where the table does not hold it."""
-        known = self._strings.get(index)
-        if known is None:
-            offset = self._offsets.strings + (index - 1) * layout.STRING_BYTES
-            if index < 1 or offset + layout.STRING_BYTES > self._offsets.end:
-                return events.OTHER
-            text, length = layout.STRING.unpack_from(self._memory, offset)
-            if length == 0:
-                return events.OTHER
-            known = self._strings[index] = text[:length].decode("utf-8", "replace")
-        return known
+        return self._strings[index]
+
+    def _read_string(self, index: int) -> str | None:
+        offset = self._offsets.strings + (index - 1) * layout.STRING_BYTES
+        if index < 1 or offset + layout.STRING_BYTES > self._offsets.end:
+            return None
+        text, length = layout.STRING.unpack_from(self._memory, offset)
+        return text[:length].decode("utf-8", "replace") if length else None
 
     def close(self) -> None:
         """Releases the memory."""
@@ -259,14 +273,15 @@ class RequestReader:
                 return
             body = whole
         try:
-            decoded = events.unpack_request(code, body, self.get_string)
+            event = unpack_request(code, body, self._strings.__getitem__)
         except Exception:  # whatever a damaged cell holds, the others are read
             self.torn += 1
             return
-        recorded += [
-            events.make_tuple(events.RecordedEvent, (self.ring, handle, event))
-            for event in events.expand(decoded)
-        ]
+        if type(event) is not ExchangeEnded:  # mostly
+            recorded.append(make_tuple(RecordedEvent, (self.ring, handle, event)))
+            return
+        for part_of_it in events.expand(event):
+            recorded.append(make_tuple(RecordedEvent, (self.ring, handle, part_of_it)))
 
     def _join_parts(self, counter: int, part: int, parts: int, body: bytes) -> bytes | None:
         first, piece = layout.PART.unpack(body)
