@@ -19,7 +19,7 @@ from pathlib import Path
 
 from otel_infer import _clock
 from otel_infer.config import private_files
-from otel_infer.ringbuffer import directory, events, layout, sidecar_claim
+from otel_infer.ringbuffer import events, layout, sidecar_claim
 from otel_infer.ringbuffer.ledger import RequestLedger
 from otel_infer.ringbuffer.process_rings import ProcessRings
 from otel_infer.ringbuffer.reader import InvalidRing, RequestReader, RingNotReady
@@ -197,9 +197,9 @@ class MergedReader:
     def are_filled_above(self, share: float) -> bool:
         """Returns whether more than this share of any ring was written since the last poll; 0: anything."""
         return any(
-            ring.is_filled_above(share)
+            process.reader.is_filled_above(share)
+            or any(steps.is_filled_above(share) for steps in process.engines)
             for process in self._processes.values()
-            for ring in (process.reader, *process.engines)
         )
 
     def has_dead_writers(self, now: int) -> bool:
@@ -208,6 +208,11 @@ class MergedReader:
             return False
         self._checked_at = now
         return any(process.is_dead() for process in self._processes.values())
+
+    @property
+    def has_engines(self) -> bool:
+        """Returns whether a process has engine threads."""
+        return any(process.engines for process in self._processes.values())
 
     def has_small_rings(self) -> bool:
         """Returns whether there are step rings that soon fill up, because many threads run steps."""

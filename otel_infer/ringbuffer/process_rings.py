@@ -38,9 +38,7 @@ class ProcessRings:
     def read_requests(self) -> tuple[int, int]:
         """Returns how many requests were offered to this ring, and how many of them were not recorded."""
         words = self.reader.header.words
-        return (
-            (0, 0) if self.is_counted else (words[layout.W_OFFERED], words[layout.W_NOT_RECORDED])
-        )
+        return (0, 0) if self.is_counted else (words[layout.W_OFFERED], words[layout.W_NOT_RECORDED])
 
     def read_counts(self) -> Counter[str]:
         """Returns what the writers of this process counted so far, see `MergedReader.counts`."""

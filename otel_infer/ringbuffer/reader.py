@@ -280,8 +280,7 @@ class RequestReader:
         if type(event) is not ExchangeEnded:  # mostly
             recorded.append(make_tuple(RecordedEvent, (self.ring, handle, event)))
             return
-        for part_of_it in events.expand(event):
-            recorded.append(make_tuple(RecordedEvent, (self.ring, handle, part_of_it)))
+        recorded += [make_tuple(RecordedEvent, (self.ring, handle, each)) for each in events.expand(event)]
 
     def _join_parts(self, counter: int, part: int, parts: int, body: bytes) -> bytes | None:
         first, piece = layout.PART.unpack(body)

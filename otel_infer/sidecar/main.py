@@ -40,7 +40,7 @@ from otel_infer.sidecar.notices import READ_S, RefusalReporter, write_notices
 from otel_infer.sidecar.pipeline import CYCLE_NS, Pipeline
 from otel_infer.sidecar.probes.cpu_throttling import CpuThrottlingProbe
 from otel_infer.sidecar.probes.thread_stats import EngineThreadProbe
-from otel_infer.sidecar.read_schedule import ReadSchedule
+from otel_infer.sidecar.read_schedule import LIVE_READ_INTERVAL_NS, READ_INTERVAL_NS, ReadSchedule
 from otel_infer.sidecar.recording.flight_recorder import FlightRecorder
 from otel_infer.sidecar.service_resource import ServiceResource
 
@@ -175,7 +175,9 @@ class Sidecar:
         self._recovery = make_recovery(
             self._folder, settings, self._service.resource, make_pipeline, destination, self._rings
         )
-        self._folder_watch, self._schedule = FolderWatch(self._folder), ReadSchedule(self._rings)
+        self._folder_watch = FolderWatch(self._folder)
+        interval = LIVE_READ_INTERVAL_NS if show or settings.console else READ_INTERVAL_NS
+        self._schedule = ReadSchedule(self._rings, interval)
         self._maintained_at = self._no_writers_since = 0
 
     def run(self) -> None:

@@ -37,7 +37,6 @@ from otel_infer.sidecar.request_accounting import RequestAccounting
 
 log = logging.getLogger(__name__)
 _NEVER = 1 << 63
-
 SERVER_RING = 0
 """In place of a ring number: events that belong to no single process."""
 CYCLE_NS = 50_000_000
@@ -128,7 +127,7 @@ class Pipeline:
             self._exported_at = now if self.export_requests(horizon, final) else 0
         for exporter in self.exporters:
             exporter.flush(0 if final else now)
-        if final or self._is_collection_due(now):
+        if final or now - self._collected_at >= self._collection_interval:
             self._collect_metrics(now, final)
         if self._scrape is not None and self._scrape.has_pending_scrape(now):
             self._scrape.publish_metrics(self._snapshot_metrics(SCRAPE))
@@ -136,15 +135,9 @@ class Pipeline:
 
     def has_due_metrics(self, now: int) -> bool:
         """Returns whether metrics can be sent now, or a scrape waits for them."""
-        if self._scrape is not None and self._scrape.has_pending_scrape(now):
-            return True
-        sender = self._metrics_sender
-        return (
-            sender is not None and self._is_collection_due(now) and sender.is_idle and self._can_collect()
-        )
-
-    def _is_collection_due(self, now: int) -> bool:
-        return now - self._collected_at >= self._collection_interval
+        is_scraped = self._scrape is not None and self._scrape.has_pending_scrape(now)
+        is_due = now - self._collected_at >= self._collection_interval and self._can_collect()
+        return is_scraped or (is_due and self._metrics_sender is not None and self._metrics_sender.is_idle)
 
     def enforce_budget(self, now: int) -> None:
         """Drops detail if this process exceeds its budget; for a process that does nothing else."""
@@ -255,7 +248,7 @@ class Pipeline:
 
     @property
     def metrics(self) -> MetricsAggregator:
-        """Returns the aggregator, created on first use, so that the service has its name by then."""
+        """The aggregator, created on first use, so that the service has its name by then."""
         if self._metrics is None:
             self._metrics = MetricsAggregator(
                 resource=self.resource,

@@ -120,7 +120,9 @@ class KnownDelays:
             return np.zeros(np.shape(begin))
         # Only the samples around the intervals, because `interp` copies all bounds.
         bounds = self._bounds[: self._sample_count]
-        first, last = bounds.searchsorted((np.min(begin, initial=_LAST_INSTANT), np.max(end, initial=0))).tolist()
+        first, last = bounds.searchsorted(
+            (np.min(begin, initial=_LAST_INSTANT), np.max(end, initial=0))
+        ).tolist()
         around = slice(min(max(first - 1, 0), self._sample_count - 1), last + 1)
         bounds, sums = bounds[around], sums[: self._sample_count][around]
         return np.interp(end, bounds, sums) - np.interp(begin, bounds, sums)
@@ -238,12 +240,16 @@ class ThreadDelays(KnownDelays):
         self._share_sums[:, i], self._delay_sums[:, i] = shares, delays
         self._sample_count = i + 1
 
-
     def _drop_older_half(self) -> None:
         """Continues in new tables, because frozen delays are views of these."""
         self._sample_count //= 2
         tables = self._bounds, self._share_sums, self._delay_sums
-        self._set_tables(*(np.concatenate((t[..., CAPACITY // 2 :], np.zeros_like(t[..., : CAPACITY // 2])), -1) for t in tables))
+        self._set_tables(
+            *(
+                np.concatenate((t[..., CAPACITY // 2 :], np.zeros_like(t[..., : CAPACITY // 2])), -1)
+                for t in tables
+            )
+        )
 
 
 class _SampledSteps(NamedTuple):

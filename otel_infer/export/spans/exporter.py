@@ -30,8 +30,7 @@ log = logging.getLogger(__name__)
 BATCH_BYTES = 3 << 20
 MAX_FULL_BATCHES = 2
 """Full batches that wait until the reader has done its work. More at a time might not fit the queue."""
-FLUSH_INTERVAL_NS = 900_000_000
-"""Less than the second between two reads of the rings, so that each read closes a batch."""
+FLUSH_INTERVAL_NS = 1_000_000_000
 PART_BYTES = 1 << 18
 """Size at which encoded spans are joined into one part.
 

@@ -79,7 +79,9 @@ def has_quota(stat: Path) -> bool:
     """Returns whether the group of this `cpu.stat` has a quota; True where that cannot be read."""
     for name in QUOTAS:
         with contextlib.suppress(OSError):
-            return not stat.with_name(name).read_text(encoding="ascii", errors="replace").startswith(_UNLIMITED)
+            return (
+                not stat.with_name(name).read_text(encoding="ascii", errors="replace").startswith(_UNLIMITED)
+            )
     return True
 
 

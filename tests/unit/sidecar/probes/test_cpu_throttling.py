@@ -229,6 +229,26 @@ def test_a_decreased_counter_yields_no_pause(machine: Machine) -> None:
     assert machine.sample(1100, (1, 7)) == []
 
 
+@pytest.mark.parametrize(
+    ("name", "unlimited", "limited"),
+    [("cpu.max", "max 100000\n", "50000 100000\n"), ("cpu.cfs_quota_us", "-1\n", "50000\n")],
+)
+def test_a_group_is_read_while_it_has_a_quota(
+    machine: Machine, name: str, unlimited: str, limited: str
+) -> None:
+    """A quota may be set while the process runs; throttling before it was found is not recorded."""
+    machine.process("7", "0::/box\n")
+    stat = machine.group("box", V2.format(0))
+    (stat.parent / name).write_text(unlimited)
+    machine.sample(1000, (1, 7))
+    machine.group("box", V2.format(50_000))
+    assert machine.sample(1300, (1, 7)) == []
+    (stat.parent / name).write_text(limited)
+    assert machine.sample(7000, (1, 7)) == []
+    machine.group("box", V2.format(60_000))
+    assert machine.sample(7100, (1, 7)) != []
+
+
 def test_an_ended_process_is_forgotten(machine: Machine) -> None:
     machine.process("7", "0::/box\n")
     machine.group("box", V2.format(0))
@@ -286,7 +306,7 @@ def test_the_sidecar_samples_throttling_in_every_cycle(tmp_path: Path) -> None:
     sidecar._throttling_probe.read_events = read_events  # type: ignore[assignment, method-assign]
     sidecar._run_cycle(1_050 * MS)
     sidecar._run_cycle(1_100 * MS)
-    sidecar._run_cycle(1_600 * MS)
+    sidecar._run_cycle(3_100 * MS)
     assert samples == [True, True, True], "also in cycles that do not read the rings"
     (pauses,) = sidecar._pipeline.assembler.pauses._pauses[1].values()
     assert [pause.cause for pause in pauses] == ["throttled"]
