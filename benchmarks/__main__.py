@@ -30,6 +30,7 @@ SECTIONS = (
     "simulated_loop",
     "transformers_loop",
     "throughput",
+    "sidecar",
     "asgi",
     "peers",
     "slow_collector",
@@ -38,7 +39,7 @@ SECTIONS = (
 )
 OWN_ENVIRONMENT = ("vllm",)
 """Sections with a Python environment of their own. They run only if `--only` names them."""
-MODULES = {"asgi": "asgi_requests", "vllm": "vllm_serving"}
+MODULES = {"asgi": "asgi_requests", "sidecar": "sidecar_load", "vllm": "vllm_serving"}
 EXCLUDED_FROM_QUICK = ("truth",)
 KEEPS_OWN_CORES_AWAKE = ("slow_collector", "simulated_loop")
 """Sections that choose which cores are kept awake. The simulated loop never sleeps, and a loop on its core would delay

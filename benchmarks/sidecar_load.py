@@ -143,11 +143,12 @@ class ShortServer:
 
 
 class IdleServer:
-    """A server without requests, except the one that makes its rings."""
+    """A server with an engine thread and without requests, except the one that makes its rings."""
 
-    interval, offered = 0.1, 1
+    interval, offered = 1.0, 1
 
     def __init__(self, load: OrdinaryLoad) -> None:
+        recorder.acquire_batch_writer(ENGINE)
         _open_request().close(status_code=200, http=_HTTP, route="/embed")
 
     def tick(self) -> None:

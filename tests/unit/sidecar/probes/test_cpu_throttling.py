@@ -236,17 +236,20 @@ def test_a_decreased_counter_yields_no_pause(machine: Machine) -> None:
 def test_a_group_is_read_while_it_has_a_quota(
     machine: Machine, name: str, unlimited: str, limited: str
 ) -> None:
-    """A quota may be set while the process runs; throttling before it was found is not recorded."""
+    """A quota may be set while the process runs, for a moment only."""
     machine.process("7", "0::/box\n")
-    stat = machine.group("box", V2.format(0))
-    (stat.parent / name).write_text(unlimited)
-    machine.sample(1000, (1, 7))
-    machine.group("box", V2.format(50_000))
-    assert machine.sample(1300, (1, 7)) == []
-    (stat.parent / name).write_text(limited)
-    assert machine.sample(7000, (1, 7)) == []
-    machine.group("box", V2.format(60_000))
-    assert machine.sample(7100, (1, 7)) != []
+    quota = machine.group("box", V2.format(0)).with_name(name)
+    quota.write_text(unlimited)
+    for at in (1000, 1300, 1600):
+        assert machine.sample(at, (1, 7)) == []
+    quota.write_text(limited)
+    machine.group("box", V2.format(100_000))
+    assert machine.sample(1900, (1, 7)) == [(1, 1800, 1900)], "set since the last look"
+    quota.write_text(unlimited)
+    machine.group("box", V2.format(150_000))
+    assert machine.sample(2200, (1, 7)) == [(1, 2150, 2200)], "removed since the last look"
+    machine.group("box", V2.format(200_000))
+    assert machine.sample(2500, (1, 7)) == [], "impossible, and not read"
 
 
 def test_an_ended_process_is_forgotten(machine: Machine) -> None:
