@@ -31,6 +31,7 @@ SECTIONS = (
     "simulated_loop",
     "transformers_loop",
     "throughput",
+    "sidecar",
     "asgi",
     "peers",
     "slow_collector",
@@ -39,7 +40,12 @@ SECTIONS = (
 )
 ONLY_IF_NAMED = ("vllm_scheduler", "vllm", "whole")
 """Sections that run only if `--only` names them: two have a Python environment of their own, one takes hours."""
-MODULES = {"asgi": "asgi_requests", "vllm": "vllm_serving", "whole": "whole.section"}
+MODULES = {
+    "asgi": "asgi_requests",
+    "sidecar": "sidecar_load",
+    "vllm": "vllm_serving",
+    "whole": "whole.section",
+}
 EXCLUDED_FROM_QUICK = ("truth",)
 KEEPS_OWN_CORES_AWAKE = ("slow_collector", "simulated_loop")
 """Sections that choose which cores are kept awake. The simulated loop never sleeps, and a loop on its core would delay

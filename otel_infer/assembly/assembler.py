@@ -88,23 +88,21 @@ class Assembler:
 
     def feed_events(self, recorded: Iterable[events.RecordedEvent]) -> None:
         """Applies events, in order of time."""
+        handlers, open_requests = self._handlers, self.open_requests
         for ring, handle, event in recorded:
             try:
-                self._feed_event(ring, handle, event)
+                if event.at > self._due:
+                    self._close_due_requests(event.at - 1)
+                handler = handlers.get(type(event))
+                if handler is not None:
+                    handler(ring, handle, event)
+                    continue
+                request = open_requests.get((ring, handle)) or self._fragments.get((ring, handle))
+                if request is not None and not request.apply_event(event):
+                    self.events_torn += 1
             except Exception:  # what one event holds must not keep the others from being applied
                 self.events_torn += 1
                 log.debug("an event of type %s was not applied", type(event).__name__, exc_info=True)
-
-    def _feed_event(self, ring: int, handle: int, event: Any) -> None:
-        if event.at > self._due:
-            self._close_due_requests(event.at - 1)
-        handler = self._handlers.get(type(event))
-        if handler is not None:
-            handler(ring, handle, event)
-            return
-        request = self.open_requests.get((ring, handle)) or self._fragments.get((ring, handle))
-        if request is not None and not request.apply_event(event):
-            self.events_torn += 1
 
     def drain_records(self, horizon: int) -> list[RequestRecord]:
         """Returns the requests that ended so long before `horizon` (monotonic ns) that no event can follow."""
@@ -154,7 +152,8 @@ class Assembler:
         request = self.open_requests[ring, handle] = OpenRequest(ring, handle, event)
         self._fragments.add_request(request)
         request.start_ids = self._startups.record_arrival(ring, event)
-        self._mark_missed_steps(request, ring)
+        if self.engines:
+            self._mark_missed_steps(request, ring)
 
     def _join_request(self, ring: int, handle: int, span_id: bytes) -> None:
         request = self._fragments.join_request((ring, handle), span_id)
@@ -223,15 +222,17 @@ class Assembler:
     def _build_records(self) -> None:
         closed, self._closed, self._closed_steps = self._closed, [], 0
         for record in build_records(closed):
-            min_free = self.workers.min_free_memory
-            record.memory_free = (
-                min_free(record.arrived_at),
-                min_free(record.first_token_at),
-                min_free(record.ended_at),
-            )
-            record.gpu_throttled, record.gpu_throttled_at = self._clocks.throttled_between(
-                record.arrived_at, record.ended_at
-            )
+            if self.workers.has_memory:
+                min_free = self.workers.min_free_memory
+                record.memory_free = (
+                    min_free(record.arrived_at),
+                    min_free(record.first_token_at),
+                    min_free(record.ended_at),
+                )
+            if self._clocks.has_readings:
+                record.gpu_throttled, record.gpu_throttled_at = self._clocks.throttled_between(
+                    record.arrived_at, record.ended_at
+                )
             self._ready.append(record)
 
     def _remove_process(self, ring: int, handle: int, event: events.ProcessDied) -> None:

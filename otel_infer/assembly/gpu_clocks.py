@@ -16,6 +16,11 @@ class GpuClocks:
     def __init__(self) -> None:
         self._readings: deque[GpuClocksThrottled] = deque(maxlen=CAPACITY)
 
+    @property
+    def has_readings(self) -> bool:
+        """Returns whether clocks were throttled at all."""
+        return bool(self._readings)
+
     def add_reading(self, reading: GpuClocksThrottled) -> None:
         """Adds a reading; they come in order of time."""
         self._readings.append(reading)

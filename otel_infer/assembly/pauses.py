@@ -92,6 +92,8 @@ class Pauses:
         While other processes held its fragments, those processes and their workers count. Delays of the
         request's event loop count all the time, because that loop sends what arrives from other processes.
         """
+        if not self._pauses:
+            return ()
         begin, end = request.arrived_at, request.ended_at
         if not request.fragments or request.submitted is None:
             return tuple(self._pauses_between(request.ring, begin, end))
@@ -124,9 +126,10 @@ class Pauses:
     def _pauses_between(self, ring: int, begin: int, end: int) -> list[Pause]:
         overlapping: list[Pause] = []
         for pauses in self._pauses.get(ring, _NO_PAUSES).values():
-            since = itertools.takewhile(lambda pause: pause.ended_at > begin, reversed(pauses))
-            overlapping += [pause for pause in since if pause.started_at < end]
-        return sorted(overlapping, key=_BY_END)
+            if pauses and pauses[-1].ended_at > begin:
+                since = itertools.takewhile(lambda pause: pause.ended_at > begin, reversed(pauses))
+                overlapping += [pause for pause in since if pause.started_at < end]
+        return sorted(overlapping, key=_BY_END) if overlapping else overlapping
 
     def _find_marks(self, request: OpenRequest) -> tuple[Mark, ...]:
         """Returns the marks of its processes that may have happened during the request, in order of time."""

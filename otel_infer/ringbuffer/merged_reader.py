@@ -1,13 +1,14 @@
 """Merges all rings of one server into one stream of events, in order of time.
 
-A poll returns the events up to the instant of the previous poll, because every process has committed them by
-then. A file appears when a process records its first event. It is removed when the process is dead and its
+A poll returns the events up to the instant of the last `observe` or poll before it, because every process has
+committed them by then. A file appears when a process records its first event. It is removed when the process is dead and its
 ring is read to the end. A writer's liveness is determined by its file lock, never by its pid: pids differ
 between namespaces and are reused.
 """
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 from bisect import bisect_right
@@ -16,11 +17,9 @@ from collections.abc import Collection
 from operator import attrgetter
 from pathlib import Path
 
-import numpy as np
-
 from otel_infer import _clock
 from otel_infer.config import private_files
-from otel_infer.ringbuffer import directory, events, layout, sidecar_claim
+from otel_infer.ringbuffer import events, layout, sidecar_claim
 from otel_infer.ringbuffer.ledger import RequestLedger
 from otel_infer.ringbuffer.process_rings import ProcessRings
 from otel_infer.ringbuffer.reader import InvalidRing, RequestReader, RingNotReady
@@ -69,16 +68,17 @@ class MergedReader:
             key = os.path.join(folder, name)
             if key not in self._known_rings:
                 self._open_ring(folder / name, key, now)
-        self._add_rings_of_known_files()
+        self.add_rings_of_known_files()
 
     def add_ring(self, name: str, memory: mmap.mmap, now: int) -> None:
         """Adds a ring in the memory of this process."""
         if name not in self._known_rings:
             self._register_ring(Path(name), name, memory, -1, None, now)
         elif name.endswith(layout.SUFFIX_STEPS):
-            self._add_rings_of_known_files()
+            self.add_rings_of_known_files()
 
-    def _add_rings_of_known_files(self) -> None:
+    def add_rings_of_known_files(self) -> None:
+        """Adds step rings that came into use in files that are open."""
         for process in self._processes.values():
             if not all(file.is_complete for file in process.step_files):
                 self._add_new_step_rings(process)
@@ -129,8 +129,8 @@ class MergedReader:
             steps = StepReader(memory, next(self._ring_numbers), taken_over=owner.processed_until > 0)
             owner.engines.append(steps)
             if owner.processed_until:
-                owner.reported["unrecorded"] += int(steps.header.words[layout.W_LOST])
-            number = int(steps.header.words[layout.W_NUMBER])
+                owner.reported["unrecorded"] += steps.header.words[layout.W_LOST]
+            number = steps.header.words[layout.W_NUMBER]
             engine_seen = events.EngineSeen(0, owner.ring, steps.header.pid, steps.engine, number)
             self._pending.append(events.RecordedEvent(steps.ring, 0, engine_seen))
 
@@ -147,7 +147,7 @@ class MergedReader:
     # ── reading ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     def poll(self, now: int, final: bool = False) -> list[events.RecordedEvent]:
-        """Returns the events up to the instant of the previous poll, ordered by time; `final`: all events."""
+        """Returns the events up to the last `observe` or poll, ordered by time; `final`: all events."""
         self.fill_ratio = 0.0
         for prefix, process in list(self._processes.items()):
             try:
@@ -165,9 +165,8 @@ class MergedReader:
             if request_events and isinstance(request_events[0].event, events.EventsLost):
                 self._pending += process.recover_live_requests()
                 self._pending.append(process.list_live_requests(max(now, _clock.now())))
-        if now - self._checked_at > LIVENESS_NS or final:
-            self._checked_at = now
-            self._remove_dead_processes(now)
+        self._checked_at = now
+        self._remove_dead_processes(now)
         return self._release_until(None if final else self._previous, now)
 
     def _poll_process(self, process: ProcessRings, now: int, final: bool) -> list[events.RecordedEvent]:
@@ -186,9 +185,34 @@ class MergedReader:
             process.latest_event_at = max([process.latest_event_at, *instants])
         return request_events
 
+    def observe(self, now: int) -> None:
+        """Lets the next poll return the events up to now; it must follow some ms later."""
+        for process in self._processes.values():
+            with contextlib.suppress(Exception):  # a damaged ring, which the poll reports
+                for steps in process.engines:  # first, as in a poll
+                    steps.observe()
+                process.reader.observe()
+        self._previous = now
+
     def are_filled_above(self, share: float) -> bool:
-        """Returns whether more than this share of any request ring was written since the last poll."""
-        return any(process.reader.is_filled_above(share) for process in self._processes.values())
+        """Returns whether more than this share of any ring was written since the last poll; 0: anything."""
+        return any(
+            process.reader.is_filled_above(share)
+            or any(steps.is_filled_above(share) for steps in process.engines)
+            for process in self._processes.values()
+        )
+
+    def has_dead_writers(self, now: int) -> bool:
+        """Returns whether a process has ended whose rings are open; `poll` removes them. At most every 250 ms."""
+        if now - self._checked_at <= LIVENESS_NS:
+            return False
+        self._checked_at = now
+        return any(process.is_dead() for process in self._processes.values())
+
+    @property
+    def has_engines(self) -> bool:
+        """Returns whether a process has engine threads."""
+        return any(process.engines for process in self._processes.values())
 
     def has_small_rings(self) -> bool:
         """Returns whether there are step rings that soon fill up, because many threads run steps."""
@@ -207,11 +231,7 @@ class MergedReader:
 
         Rings in the memory of this process have none.
         """
-        holders = [
-            (p.ring, directory.find_lock_holder(p.descriptor))
-            for p in self._processes.values()
-            if p.descriptor >= 0
-        ]
+        holders = [(process.ring, process.find_pid()) for process in self._processes.values()]
         return [(ring, pid) for ring, pid in holders if pid]
 
     def list_engine_threads(self) -> list[tuple[int, int, int, int]]:
@@ -219,11 +239,11 @@ class MergedReader:
 
         Each is (step ring, pid as seen from here, pid and thread id as their process sees them).
         """
-        seen = dict(self.list_writers())
+        stepping = [(process, process.find_pid()) for process in self._processes.values() if process.engines]
         return [
-            (steps.ring, seen[process.ring], steps.header.pid, int(steps.header.words[layout.W_THREAD]))
-            for process in self._processes.values()
-            if process.ring in seen
+            (steps.ring, pid, steps.header.pid, steps.header.words[layout.W_THREAD])
+            for process, pid in stepping
+            if pid
             for steps in process.engines
         ]
 
@@ -235,12 +255,11 @@ class MergedReader:
         """Records in every ring that requests that ended before `horizon` were exported."""
         for process in self._processes.values():
             words = process.reader.header.words
-            words[layout.W_PROCESSED_UNTIL] = max(np.uint64(max(horizon, 0)), words[layout.W_PROCESSED_UNTIL])
+            words[layout.W_PROCESSED_UNTIL] = max(horizon, words[layout.W_PROCESSED_UNTIL])
 
     def list_pending_flushes(self) -> list[tuple[int, int]]:
         """Returns (process, request number) of every flush that a writer waits for."""
-        pending = ((process.ring, process.pending_flush) for process in self._processes.values())
-        return [(ring, number) for ring, number in pending if number]
+        return [(p.ring, p.pending_flush) for p in self._processes.values() if p.pending_flush]
 
     def complete_flushes(self, flushes: list[tuple[int, int]], refused: Collection[int] = ()) -> None:
         """Marks these flushes as done; `refused`: rings of processes of which a receiver refused something."""

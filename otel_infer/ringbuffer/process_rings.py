@@ -9,10 +9,8 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
-
 from otel_infer.config import private_files
-from otel_infer.ringbuffer import events, layout
+from otel_infer.ringbuffer import directory, events, layout
 from otel_infer.ringbuffer.reader import RequestReader
 from otel_infer.ringbuffer.step_reader import StepFile, StepReader
 
@@ -24,7 +22,7 @@ class ProcessRings:
         self.ring, self.reader, self.descriptor, self.path = ring, reader, descriptor, path
         self.step_files: list[StepFile] = []
         self.engines: list[StepReader] = []
-        self.processed_until = int(reader.header.words[layout.W_PROCESSED_UNTIL])
+        self.processed_until = reader.header.words[layout.W_PROCESSED_UNTIL]
         """Instant up to which an earlier reader exported requests; 0 = there was none."""
         self.latest_event_at = 0
         self.was_alive = False
@@ -35,23 +33,21 @@ class ProcessRings:
 
     @property
     def started_at(self) -> int:
-        return int(self.reader.header.words[layout.W_STARTED_AT])
+        return self.reader.header.words[layout.W_STARTED_AT]
 
     def read_requests(self) -> tuple[int, int]:
         """Returns how many requests were offered to this ring, and how many of them were not recorded."""
         words = self.reader.header.words
-        return (
-            (0, 0) if self.is_counted else (int(words[layout.W_OFFERED]), int(words[layout.W_NOT_RECORDED]))
-        )
+        return (0, 0) if self.is_counted else (words[layout.W_OFFERED], words[layout.W_NOT_RECORDED])
 
     def read_counts(self) -> Counter[str]:
         """Returns what the writers of this process counted so far, see `MergedReader.counts`."""
         words = self.reader.header.words
-        lost = sum(int(steps.header.words[layout.W_LOST]) for steps in self.engines)
+        lost = sum(steps.header.words[layout.W_LOST] for steps in self.engines)
         return Counter(
-            errors=int(words[layout.W_ERRORS]),
-            unrecorded=int(words[layout.W_UNRECORDED]) + lost,
-            values_cut=int(words[layout.W_VALUES_CUT]),
+            errors=words[layout.W_ERRORS],
+            unrecorded=words[layout.W_UNRECORDED] + lost,
+            values_cut=words[layout.W_VALUES_CUT],
         )
 
     @property
@@ -59,14 +55,18 @@ class ProcessRings:
         """Returns the number of the flush that the writer waits for; 0 = none."""
         words = self.reader.header.words
         is_pending = words[layout.W_FLUSH_REQUESTED] != words[layout.W_FLUSH_DONE]
-        return int(words[layout.W_FLUSH_REQUESTED]) if is_pending else 0
+        return words[layout.W_FLUSH_REQUESTED] if is_pending else 0
 
     def complete_flush(self, number: int, is_refused: bool) -> None:
         """Marks a flush of this process as done. `is_refused`: a receiver refused something of it."""
         words = self.reader.header.words
         if is_refused:
-            words[layout.W_FLUSH_REFUSED] = np.uint64(number)
-        words[layout.W_FLUSH_DONE] = np.uint64(number)
+            words[layout.W_FLUSH_REFUSED] = number
+        words[layout.W_FLUSH_DONE] = number
+
+    def find_pid(self) -> int:
+        """Returns the pid of the process as seen from here; 0 = not visible, or rings in this process's memory."""
+        return directory.find_lock_holder(self.descriptor) if self.descriptor >= 0 else 0
 
     def is_dead(self) -> bool:
         if self.descriptor < 0:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 import mmap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from otel_infer.ringbuffer import events, layout
+from otel_infer.ringbuffer.events import ExchangeEnded, RecordedEvent, make_tuple, unpack_request
 
 Words = NDArray[np.uint64]
 
@@ -45,13 +46,13 @@ class RingHeader:
     def __init__(self, memory: mmap.mmap | memoryview) -> None:
         if len(memory) < layout.PAGE:
             raise InvalidRing("shorter than a ring header")
-        self.words: Words = np.frombuffer(memory, np.uint64, layout.HEADER_WORDS)
-        magic = int(self.words[layout.W_MAGIC])
+        self.words = memoryview(memory)[: layout.HEADER_WORDS * 8].cast("Q")
+        magic = self.words[layout.W_MAGIC]
         if not magic:
             raise RingNotReady("its header is not complete yet")
         if magic != layout.MAGIC:
             raise InvalidRing("not a ring")
-        version = int(self.words[layout.W_VERSION])
+        version = self.words[layout.W_VERSION]
         if version != layout.VERSION:
             raise InvalidRing(
                 f"layout version {version}, this reader supports {layout.VERSION}: use one otel-infer version"
@@ -64,8 +65,23 @@ class RingHeader:
             )
         except ValueError as error:
             raise InvalidRing("header text is not valid JSON") from error
-        self.pid = int(self.words[layout.W_PID])
-        self.cells = int(self.words[layout.W_CELLS])
+        self.pid = self.words[layout.W_PID]
+        self.cells = self.words[layout.W_CELLS]
+
+
+class _Strings(dict[int, str]):
+    """The strings of a string table that were read so far, by id; a lookup reads a missing one."""
+
+    def __init__(self, read: Callable[[int], str | None]) -> None:
+        super().__init__({0: ""})
+        self._read = read
+
+    def __missing__(self, index: int) -> str:
+        text = self._read(index)
+        if text is None:
+            return events.OTHER
+        self[index] = text
+        return text
 
 
 class RequestReader:
@@ -76,22 +92,23 @@ class RequestReader:
         self.ring = ring
         self._memory = memory
         cells = self.header.cells
-        slots, strings = int(self.header.words[layout.W_LIVE_SLOTS]), int(self.header.words[layout.W_STRINGS])
+        slots, strings = self.header.words[layout.W_LIVE_SLOTS], self.header.words[layout.W_STRINGS]
         self._offsets = layout.request_offsets(cells, slots, strings)
         if cells < 1 or self._offsets.end > len(memory):
             raise InvalidRing("sizes in the header exceed the file")
         words = np.frombuffer(memory, np.uint64, cells * 8, layout.PAGE)
         self._cells: Words = words.reshape(cells, 8)
+        self._cell_words = memoryview(memory)[layout.PAGE : layout.PAGE + cells * layout.CELL_BYTES].cast("Q")
         self._slots = slots
-        self._strings: dict[int, str] = {0: ""}
+        self._strings = _Strings(self._read_string)
         self._strings_reused = 0
         self._window = np.arange(min(WINDOW, cells))
         self._next = 0
-        self._complete = 0
+        self._complete = self._newest_polled = 0
         self._hole_polls = 0
         self._pending: dict[int, tuple[int, dict[int, bytes]]] = {}
-        self._taken_over = int(self.header.words[layout.W_PROCESSED_UNTIL]) > 0
-        self._lost_by_writer = int(self.header.words[layout.W_LOST]) if self._taken_over else 0
+        self._taken_over = self.header.words[layout.W_PROCESSED_UNTIL] > 0
+        self._lost_by_writer = self.header.words[layout.W_LOST] if self._taken_over else 0
         self.lost = self.torn = 0
         self._reported = 0, 0
         self._has_hole = False
@@ -100,11 +117,11 @@ class RequestReader:
         """Share of the ring that was written between the last two polls; above 1 = cells were overwritten."""
 
     def poll(self, now: int, final: bool = False) -> Iterator[events.RecordedEvent]:
-        """Yields new events that were complete at the previous poll; `final`: all that are complete now."""
-        if self._strings_reused != (reused := int(self.header.words[layout.W_STRINGS_REUSED])):
-            self._strings, self._strings_reused = {0: ""}, reused
+        """Yields new events that were complete at the last `observe` or poll; `final`: all that are complete now."""
+        if self._strings_reused != (reused := self.header.words[layout.W_STRINGS_REUSED]):
+            self._strings, self._strings_reused = _Strings(self._read_string), reused
         newest = self._find_newest()
-        self.fill_ratio = (newest - self._complete) / self.header.cells
+        self.fill_ratio, self._newest_polled = (newest - self._newest_polled) / self.header.cells, newest
         upto, self._complete = (newest if final else min(self._complete, newest)), newest
         # A quarter of the ring is left to the writer, which may overtake this reader during the copy.
         oldest = newest - self.header.cells + self.header.cells // 4
@@ -113,7 +130,7 @@ class RequestReader:
             self.lost += 0 if self._taken_over and not self._next else oldest - self._next
             self._next, self._has_hole = oldest, True
         recorded = self._read_cells(upto, final)
-        lost_by_writer = int(self.header.words[layout.W_LOST])
+        lost_by_writer = self.header.words[layout.W_LOST]
         self.lost += lost_by_writer - self._lost_by_writer
         self._lost_by_writer = lost_by_writer
         yield from self._yield_losses(recorded, now, final)
@@ -126,13 +143,17 @@ class RequestReader:
         """Whether a reserved cell is awaited that its writer has not written yet."""
         return self._hole_polls > 0
 
+    def observe(self) -> None:
+        """Lets the next poll return what is complete now."""
+        self._complete = self._find_newest()
+
     def is_filled_above(self, share: float) -> bool:
-        """Returns whether more than this share of the ring was written since the last poll.
+        """Returns whether more than this share of the ring was written since the last poll; 0: anything.
 
         It reads one cell only.
         """
-        counter = self._complete + max(int(share * self.header.cells), 1)
-        return int(self._cells[counter % self.header.cells, 0]) > counter
+        counter = self._newest_polled + int(share * self.header.cells)
+        return self._cell_words[counter % self.header.cells * 8] > counter
 
     def _yield_losses(
         self, recorded: list[events.RecordedEvent], now: int, final: bool
@@ -163,20 +184,18 @@ class RequestReader:
 
     def get_string(self, index: int) -> str:
         """Returns the string with this id, or `_OTHER` where the table does not hold it."""
-        known = self._strings.get(index)
-        if known is None:
-            offset = self._offsets.strings + (index - 1) * layout.STRING_BYTES
-            if index < 1 or offset + layout.STRING_BYTES > self._offsets.end:
-                return events.OTHER
-            text, length = layout.STRING.unpack_from(self._memory, offset)
-            if length == 0:
-                return events.OTHER
-            known = self._strings[index] = text[:length].decode("utf-8", "replace")
-        return known
+        return self._strings[index]
+
+    def _read_string(self, index: int) -> str | None:
+        offset = self._offsets.strings + (index - 1) * layout.STRING_BYTES
+        if index < 1 or offset + layout.STRING_BYTES > self._offsets.end:
+            return None
+        text, length = layout.STRING.unpack_from(self._memory, offset)
+        return text[:length].decode("utf-8", "replace") if length else None
 
     def close(self) -> None:
         """Releases the memory."""
-        del self._cells, self.header.words
+        del self._cells, self._cell_words, self.header.words
         self._memory = mmap.mmap(-1, 1)
 
     def _find_newest(self) -> int:
@@ -254,14 +273,14 @@ class RequestReader:
                 return
             body = whole
         try:
-            decoded = events.unpack_request(code, body, self.get_string)
+            event = unpack_request(code, body, self._strings.__getitem__)
         except Exception:  # whatever a damaged cell holds, the others are read
             self.torn += 1
             return
-        recorded += [
-            events.make_tuple(events.RecordedEvent, (self.ring, handle, event))
-            for event in events.expand(decoded)
-        ]
+        if type(event) is not ExchangeEnded:  # mostly
+            recorded.append(make_tuple(RecordedEvent, (self.ring, handle, event)))
+            return
+        recorded += [make_tuple(RecordedEvent, (self.ring, handle, each)) for each in events.expand(event)]
 
     def _join_parts(self, counter: int, part: int, parts: int, body: bytes) -> bytes | None:
         first, piece = layout.PART.unpack(body)

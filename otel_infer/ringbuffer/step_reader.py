@@ -55,7 +55,7 @@ class StepReader:
         words = np.frombuffer(memory, np.uint64, self.header.cells * 8, layout.PAGE)
         self._heads: Words = words.reshape(self.header.cells, 8)[:, 0]
         self._next = 0
-        self._complete = 0
+        self._complete = self._newest_polled = self._scanned = 0
         self._last_read = -1
         self._taken_over = taken_over
         self.lost = 0
@@ -70,12 +70,12 @@ class StepReader:
 
     def request_keyframe(self) -> None:
         """Requests a keyframe; the writer writes it when it checks next."""
-        self.header.words[layout.W_KEYFRAME_REQUESTED] += np.uint64(1)
+        self.header.words[layout.W_KEYFRAME_REQUESTED] += 1
 
     def poll(self, now: int, final: bool = False) -> Iterator[events.RecordedEvent]:
-        """Yields new events that were complete at the previous poll; `final`: all that are complete now."""
+        """Yields new events that were complete at the last `observe` or poll; `final`: all that are complete now."""
         if final:
-            self._complete = self._scan_complete(self._complete)
+            self.observe()
         while self._next < self._complete:
             before = self._next
             yield from self._read_records()
@@ -84,9 +84,18 @@ class StepReader:
                 break
         if self._is_overrun():
             yield self._skip_to_safe_record(now)
-        before = max(self._complete, self._next)
-        self._complete = self._scan_complete(before)
+        self.observe()
+        before, self._newest_polled = self._newest_polled, self._complete
         self.fill_ratio = (self._complete - before) / self.header.cells
+
+    def observe(self) -> None:
+        """Lets the next poll return what is complete now."""
+        self._complete = self._scanned = self._scan_complete(max(self._complete, self._scanned, self._next))
+
+    def is_filled_above(self, share: float) -> bool:
+        """Returns whether more than this share of the ring was written since the last poll; 0: anything."""
+        self._scanned = self._scan_complete(max(self._complete, self._scanned, self._next))
+        return self._scanned - self._newest_polled > share * self.header.cells
 
     def close(self) -> None:
         """Releases the memory."""
@@ -176,7 +185,7 @@ class StepReader:
         resumed = next((counter for counter in starts if counter >= safe), max(newest, self._next + 1))
         lost = 0 if self._taken_over and not self._next else resumed - self._next
         self.lost += lost
-        self._next = self._complete = resumed
+        self._next = self._complete = self._scanned = resumed
         self.request_keyframe()
         return events.RecordedEvent(self.ring, 0, events.StepsLost(now, lost))
 

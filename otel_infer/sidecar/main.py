@@ -28,6 +28,7 @@ from otel_infer.export.spans.batch_sender import BatchSender
 from otel_infer.export.spans.exporter import OtlpSpanExporter, encode_resource_and_scope
 from otel_infer.ringbuffer import directory, ledger
 from otel_infer.ringbuffer.events import Value
+from otel_infer.ringbuffer.folder_watch import FolderWatch
 from otel_infer.ringbuffer.merged_reader import MergedReader
 from otel_infer.sidecar import launcher
 from otel_infer.sidecar.crash_recovery import SEND_TIMEOUT_S, make_recovery, take_over_rings
@@ -36,9 +37,10 @@ from otel_infer.sidecar.flushes import FlushRequests
 from otel_infer.sidecar.log_file import configure_logging
 from otel_infer.sidecar.malloc import MallocTrimmer, fill_numpy_cache, use_single_arena
 from otel_infer.sidecar.notices import READ_S, RefusalReporter, write_notices
-from otel_infer.sidecar.pipeline import CYCLE_NS, EXPORT_INTERVAL_NS, Pipeline
+from otel_infer.sidecar.pipeline import CYCLE_NS, Pipeline
 from otel_infer.sidecar.probes.cpu_throttling import CpuThrottlingProbe
 from otel_infer.sidecar.probes.thread_stats import EngineThreadProbe
+from otel_infer.sidecar.read_schedule import LIVE_READ_INTERVAL_NS, READ_INTERVAL_NS, ReadSchedule
 from otel_infer.sidecar.recording.flight_recorder import FlightRecorder
 from otel_infer.sidecar.service_resource import ServiceResource
 
@@ -47,27 +49,13 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-IDLE_AFTER_NS = 2_000_000_000
-IDLE_CYCLE_NS = 200_000_000
-"""Cycle time while no events arrive; kernel counters are not read more often either."""
-LIGHT_LOAD_CYCLE_NS = 100_000_000
-"""Cycle time under light load: half as many wake-ups, because most of their cost is the processor's cold
-caches.
-"""
-LIGHT_LOAD_READ_NS = EXPORT_INTERVAL_NS
-"""Time between reads under light load. Many small reads cost more than one large read, because the caches are
-cold each time.
-"""
-LIGHT_LOAD_FILL = 1 / 8
-"""Rings that would fill beyond this share in that time are read at every wake-up; rings beyond it are read at
-the next one.
-"""
-WEBHOOK_RETRY_NS = 2_000_000_000
-DISCOVER_NS = 250_000_000
+MAINTENANCE_NS = 2_000_000_000
+"""Interval of what is not urgent: free memory, the webhook's port, the service name, notices and the budget."""
 LINGER_NS = 1_000_000_000
 """After the last writer: time to wait for another one that is just starting (a reload, a fork)."""
 ORPHAN_NS = 60_000_000_000
 FLUSH_S = 5.0
+WEBHOOK_RETRY_NS = 2_000_000_000
 RECORDING_TIMEOUT_S = 30.0
 """Longest wait at exit for tapes that are being written, because a full window takes time."""
 NICENESS = 10
@@ -187,9 +175,10 @@ class Sidecar:
         self._recovery = make_recovery(
             self._folder, settings, self._service.resource, make_pipeline, destination, self._rings
         )
-        self._discovered_at = 0
-        self._no_writers_since = 0
-        self._busy_at = self._read_at = self._read_due = 0
+        self._folder_watch = FolderWatch(self._folder)
+        interval = LIVE_READ_INTERVAL_NS if show or settings.console else READ_INTERVAL_NS
+        self._schedule = ReadSchedule(self._rings, interval)
+        self._maintained_at = self._no_writers_since = 0
 
     def run(self) -> None:
         """Runs until the last writer is gone."""
@@ -205,7 +194,8 @@ class Sidecar:
             self._run_cycle(began)
             if self._is_over(began):
                 break
-            time.sleep(max(self._cycle_interval_ns(began) - (_clock.now() - began), CYCLE_NS // 10) / 1e9)
+            interval = self._schedule.wake_interval(began)
+            time.sleep(max(interval - (_clock.now() - began), CYCLE_NS // 10) / 1e9)
         # Only an orderly exit removes rings: after a crash, the next sidecar continues with them.
         if self._webhook is not None:  # the next sidecar of this server may be waiting for the port
             self._webhook.close()
@@ -220,6 +210,7 @@ class Sidecar:
         if self._recovery is not None:
             self._recovery.join(SEND_TIMEOUT_S)
         self._service.release()
+        self._folder_watch.close()
         self._thread_probe.close()
         self._throttling_probe.close()
         self._rings.close(remove=not self._is_persistent)
@@ -236,51 +227,44 @@ class Sidecar:
         else:
             write_notices(self._folder, lines)
 
-    def _cycle_interval_ns(self, now: int) -> int:
-        """Returns the time from one wake-up to the next, ns."""
-        if now - self._busy_at >= IDLE_AFTER_NS:
-            return IDLE_CYCLE_NS
-        return LIGHT_LOAD_CYCLE_NS if now < self._read_due and not self._flushes.are_pending else CYCLE_NS
-
     def _on_sigusr2(self, *_: object) -> None:
         self._flight_recorder.signalled = True
 
     def _run_cycle(self, now: int) -> None:
-        if now - self._discovered_at > DISCOVER_NS:
+        folder_changed = self._folder_watch.has_changed(now)
+        if folder_changed:
             self._discover_rings(now)
-            self._start_webhook(now)
-            self._malloc_trimmer.tick(now)
-            self._service.save()
-            self._refusals.report_new()
-            self._pipeline.enforce_budget(now)
-        samples = self._throttling_probe.read_events(
-            self._rings.list_writers
-        ) + self._thread_probe.read_events(self._rings.list_engine_threads)
-        for recorded in samples:
+        self._rings.add_rings_of_known_files()
+        if now - self._maintained_at >= MAINTENANCE_NS:
+            self._maintain(now)
+        for recorded in (
+            *self._throttling_probe.read_events(self._rings.list_writers),
+            *self._thread_probe.read_events(self._rings.list_engine_threads),
+        ):
             self._rings.add_event(recorded)
         flushes = self._rings.list_pending_flushes()
-        if now >= self._read_due or flushes or self._rings.are_filled_above(LIGHT_LOAD_FILL):
+        has_dump = self._flight_recorder.has_due_requests(now, folder_changed)
+        is_urgent = has_dump or bool(flushes) or self._flushes.are_pending
+        if self._schedule.is_due(now, is_urgent) or self._pipeline.has_due_metrics(now):
             self._read_rings(now, flushes)
 
     def _read_rings(self, now: int, flushes: list[tuple[int, int]]) -> None:
-        """Reads the rings.
-
-        `flushes`: the flushes that writers wait for; while there are any, every wake-up reads.
-        """
-        before, self._read_at = self._read_at, now
-        if self._pipeline.run_cycle(now) or flushes:
-            self._busy_at = now
-        is_calm = (
-            not self._rings.has_small_rings()
-            and self._rings.fill_ratio * LIGHT_LOAD_READ_NS <= LIGHT_LOAD_FILL * (now - before)
-        )
-        # Half a cycle early, so that a wake-up slightly before the due time still reads.
-        self._read_due = now + (LIGHT_LOAD_READ_NS - CYCLE_NS // 2 if is_calm else 0)
-        self._flight_recorder.process_dump_requests(now)
+        """Reads the rings. `flushes`: the flushes that writers wait for."""
+        self._pipeline.run_cycle(now)
+        self._schedule.record_read(now)
+        self._flight_recorder.process_dump_requests(now, folder_changed=False)
         self._flushes.complete(now, flushes)
 
+    def _maintain(self, now: int) -> None:
+        if self._schedule.busy_at >= self._maintained_at:  # else there is nothing to return
+            self._malloc_trimmer.tick(now)
+        self._maintained_at = now
+        self._start_webhook(now)
+        self._service.save()
+        self._refusals.report_new()
+        self._pipeline.enforce_budget(now)
+
     def _discover_rings(self, now: int) -> None:
-        self._discovered_at = now
         # If the folder was removed and created again, another sidecar may be reading it.
         if self._lock.ensure_held():
             self._rings.discover_rings(self._folder, now)

@@ -37,7 +37,6 @@ from otel_infer.sidecar.request_accounting import RequestAccounting
 
 log = logging.getLogger(__name__)
 _NEVER = 1 << 63
-
 SERVER_RING = 0
 """In place of a ring number: events that belong to no single process."""
 CYCLE_NS = 50_000_000
@@ -87,6 +86,7 @@ class Pipeline:
         self._metrics_enabled = metrics_outlet is not None or bool(config.scrape_address)
         self._started_wall_ns = started_wall_ns
         self._collected_at = self._exported_at = 0
+        self._collection_interval = config.metric_export_interval_ms * 1_000_000
         self._is_service_named = semconv.SERVICE_NAME in resource
         self._governor = overhead.OverheadGovernor(budget.parse_budget(config.budget))
         self._recording = file.open_writer(config.tape)
@@ -127,11 +127,17 @@ class Pipeline:
             self._exported_at = now if self.export_requests(horizon, final) else 0
         for exporter in self.exporters:
             exporter.flush(0 if final else now)
-        if final or now - self._collected_at >= self.config.metric_export_interval_ms * 1_000_000:
+        if final or now - self._collected_at >= self._collection_interval:
             self._collect_metrics(now, final)
         if self._scrape is not None and self._scrape.has_pending_scrape(now):
             self._scrape.publish_metrics(self._snapshot_metrics(SCRAPE))
         return bool(recorded)
+
+    def has_due_metrics(self, now: int) -> bool:
+        """Returns whether metrics can be sent now, or a scrape waits for them."""
+        is_scraped = self._scrape is not None and self._scrape.has_pending_scrape(now)
+        is_due = now - self._collected_at >= self._collection_interval and self._can_collect()
+        return is_scraped or (is_due and self._metrics_sender is not None and self._metrics_sender.is_idle)
 
     def enforce_budget(self, now: int) -> None:
         """Drops detail if this process exceeds its budget; for a process that does nothing else."""
@@ -242,7 +248,7 @@ class Pipeline:
 
     @property
     def metrics(self) -> MetricsAggregator:
-        """Returns the aggregator, created on first use, so that the service has its name by then."""
+        """The aggregator, created on first use, so that the service has its name by then."""
         if self._metrics is None:
             self._metrics = MetricsAggregator(
                 resource=self.resource,
@@ -307,15 +313,14 @@ class Pipeline:
         Under another name they would look like another, short-lived server. `behind` or `final`: although
         others are still being sent.
         """
-        if (
-            self._metrics_sender is None
-            or not self.rings.has_seen_rings
-            or not (self._is_service_named or final)
-        ):
+        if self._metrics_sender is None or not self._can_collect(final):
             return
         if self._metrics_sender.can_accept(behind=behind or final):
             self._collected_at = now
             self._metrics_sender.put(self._snapshot_metrics(PUSH), is_delta=self.metrics.is_delta)
+
+    def _can_collect(self, final: bool = False) -> bool:
+        return self.rings.has_seen_rings and (self._is_service_named or final)
 
     def _snapshot_metrics(self, reader: str = "") -> Any:
         for delta in self._metrics_sender.drain_refused_deltas() if self._metrics_sender is not None else ():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from otel_infer.assembly.engine.step_cost import StepCostModel, cost_model_from_steps
@@ -15,8 +17,8 @@ FIT_FIRST, FIT_EVERY, FIT_OVER = 16, 256, 1024
 The model is fitted again when the number of steps has doubled, at the latest after `FIT_EVERY` steps. A fit
 without a result is repeated after `FIT_FIRST` steps.
 """
-RESOLVE_STEPS = 512
-"""Latest steps in which the steps of a thread sample are searched."""
+RESOLVE_STEPS = (64, 512)
+"""Latest steps in which the steps of a thread sample are searched: more if the fewer do not reach back to it."""
 
 
 class EngineBaseline:
@@ -35,14 +37,19 @@ class EngineBaseline:
     def record_step_end(self, at: int) -> None:
         """Records that a step ended, and resolves the thread samples that are due by then."""
         if at >= self.thread_delays.due:
-            self.thread_delays.resolve_samples(self._table.latest_steps(RESOLVE_STEPS), self.get_cost_model())
+            self.thread_delays.resolve_samples(self._latest_steps(), self.get_cost_model())
 
     def resolve_pending(self) -> None:
         """Resolves all pending thread samples, because no step that is done will get more events."""
         if self.thread_delays.has_pending:
-            self.thread_delays.resolve_samples(
-                self._table.latest_steps(RESOLVE_STEPS), self.get_cost_model(), final=True
-            )
+            self.thread_delays.resolve_samples(self._latest_steps(), self.get_cost_model(), final=True)
+
+    def _latest_steps(self) -> Any:
+        """Returns the latest steps, as far back as the oldest pending thread sample."""
+        few, many = RESOLVE_STEPS
+        steps = self._table.latest_steps(few)
+        reaches_back = 0 < steps[2, 0] <= self.thread_delays.pending_since
+        return steps if reaches_back else self._table.latest_steps(many)
 
     def get_cost_model(self) -> StepCostModel | None:
         """Returns the cost of a step without prompts; None before it can be estimated.

@@ -40,7 +40,7 @@ The factor is estimated from this many samples, and is at most 2.
 MIN_DELAY_SHARE = 0.01
 """Share of a sample below which faults and CPU waits are ignored, because every thread has a few."""
 _ERROR_SIGMAS, _MIN_ERROR_SHARE = 3.0, 0.05
-_NEVER = 1 << 63
+_NEVER, _LAST_INSTANT = 1 << 63, (1 << 63) - 1
 
 
 class DelayShares(NamedTuple):
@@ -67,8 +67,11 @@ class KnownDelays:
     """
 
     def __init__(self, bounds: Any, shares: Any, delays: Any) -> None:
-        self._bounds, self._share_sums, self._delay_sums = bounds, shares, delays
         self._sample_count = len(bounds)
+        self._set_tables(bounds, shares, delays)
+
+    def _set_tables(self, bounds: Any, shares: Any, delays: Any) -> None:
+        self._bounds, self._share_sums, self._delay_sums = bounds, shares, delays
         # Single numbers are read through memoryviews, at half the cost of numpy's indexing.
         self._bound_view: Any = memoryview(bounds)
         self._delay_sum_views: list[Any] = [memoryview(line) for line in delays]
@@ -115,7 +118,13 @@ class KnownDelays:
     def _sum_between(self, sums: Any, begin: Any, end: Any) -> Any:
         if not self._sample_count:
             return np.zeros(np.shape(begin))
-        bounds, sums = self._bounds[: self._sample_count], sums[: self._sample_count]
+        # Only the samples around the intervals, because `interp` copies all bounds.
+        bounds = self._bounds[: self._sample_count]
+        first, last = bounds.searchsorted(
+            (np.min(begin, initial=_LAST_INSTANT), np.max(end, initial=0))
+        ).tolist()
+        around = slice(min(max(first - 1, 0), self._sample_count - 1), last + 1)
+        bounds, sums = bounds[around], sums[: self._sample_count][around]
         return np.interp(end, bounds, sums) - np.interp(begin, bounds, sums)
 
 
@@ -141,12 +150,17 @@ class ThreadDelays(KnownDelays):
         """Returns whether samples wait to be compared with steps."""
         return bool(self._pending)
 
+    @property
+    def pending_since(self) -> int:
+        """Returns when the oldest pending sample began; 0 without one."""
+        return self._pending[0].since if self._pending else 0
+
     def freeze(self) -> KnownDelays | None:
         """Returns the delays up to now, shared until the next change; None without samples of this thread."""
         if self._frozen is None and self._sample_count:
             n = self._sample_count
-            tables = self._bounds[:n], self._share_sums[:, :n], self._delay_sums[:, :n]
-            self._frozen = KnownDelays(*(table.copy() for table in tables))
+            # Views, because samples are only appended.
+            self._frozen = KnownDelays(self._bounds[:n], self._share_sums[:, :n], self._delay_sums[:, :n])
         return self._frozen
 
     def add_sample(self, sample: ThreadSeen) -> None:
@@ -218,15 +232,24 @@ class ThreadDelays(KnownDelays):
     def _append_bound(self, at: int, shares: Any, delays: Any) -> None:
         self._frozen = None
         if self._sample_count == CAPACITY:
-            self._sample_count //= 2
-            for table in (self._bounds, self._share_sums, self._delay_sums):
-                table[..., : self._sample_count] = table[..., self._sample_count :].copy()
+            self._drop_older_half()
         i = self._sample_count
         self._bounds[i] = at
         if i:
             shares, delays = shares + self._share_sums[:, i - 1], delays + self._delay_sums[:, i - 1]
         self._share_sums[:, i], self._delay_sums[:, i] = shares, delays
         self._sample_count = i + 1
+
+    def _drop_older_half(self) -> None:
+        """Continues in new tables, because frozen delays are views of these."""
+        self._sample_count //= 2
+        tables = self._bounds, self._share_sums, self._delay_sums
+        self._set_tables(
+            *(
+                np.concatenate((t[..., CAPACITY // 2 :], np.zeros_like(t[..., : CAPACITY // 2])), -1)
+                for t in tables
+            )
+        )
 
 
 class _SampledSteps(NamedTuple):

@@ -138,6 +138,11 @@ class WorkerState:
             if len(self._free_memory) > 2 * MAX_MEMORY_SAMPLES:
                 del self._free_memory[:MAX_MEMORY_SAMPLES]
 
+    @property
+    def has_memory(self) -> bool:
+        """Returns whether free memory of a device was recorded."""
+        return bool(self._free_memory)
+
     def min_free_memory(self, instant: int) -> int:
         """Returns the free bytes of the device with the least at that instant; 0 = unknown, or instant 0."""
         place = bisect_right(self._free_memory, instant, key=_INSTANT)

@@ -176,7 +176,7 @@ def _apply_prefill_steps(record: RequestRecord, request: OpenRequest, milestones
 
     Later chunks belong to other sequences, or are computed again after a preemption.
     """
-    if request.steps_lost and not request.first_step_done_at:
+    if not request.chunks or (request.steps_lost and not request.first_step_done_at):
         return
     until = milestones.first_token_at or record.ended_at
     for log, chunks in request.chunks.items():
@@ -244,12 +244,13 @@ def _find_milestones(
         else request.finished
     )
     completed = [event for event in in_time if event.reason not in OUTCOME_BY_REASON]
-    reported = _count_finished_tokens(completed, request)
-    # Some engines record one end for all sequences.
-    with_all = len(completed) >= request.sequences or (
-        0 < reported >= delivered.tokens and not request.steps_lost
-    )
-    finished = bool(completed) and with_all
+    finished = bool(completed)
+    if finished:
+        reported = _count_finished_tokens(completed, request)
+        # Some engines record one end for all sequences.
+        finished = len(completed) >= request.sequences or (
+            0 < reported >= delivered.tokens and not request.steps_lost
+        )
     last_at = record.last_token_at
     if not last_at and finished:
         last_at = min(max(event.at for event in completed), record.ended_at)
@@ -271,6 +272,8 @@ def _count_finished_tokens(finished: Sequence[events.EngineFinished], request: O
     Where the front end stops a sequence that the engine, in another process, ends as well, both record an
     end. The client received the smaller number of tokens, so the smaller numbers count.
     """
+    if not finished:
+        return 0
     tokens = sorted([event.output_tokens for event in finished])
     return sum(tokens[: request.sequences] if request.fragments else tokens)
 

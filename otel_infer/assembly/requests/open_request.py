@@ -101,6 +101,8 @@ class OpenRequest:
         """Its outcome; `OK` while it has not ended."""
         if self.ended is not None and self.ended.outcome != ring_events.OK:
             return self.ended.outcome
+        if not self.finished:
+            return ring_events.OK
         if len(self.finished) == 1:
             return OUTCOME_BY_REASON.get(self.finished[0].reason, ring_events.OK)
         reasons = {event.reason for event in self.finished}

@@ -50,7 +50,8 @@ def _apply_baseline(record: RequestRecord, request: OpenRequest) -> None:
 def _apply_counts(record: RequestRecord, request: OpenRequest) -> None:
     """Sets the numbers of sequences, preemptions and tokens that the engine recorded."""
     record.sequences = request.sequences
-    record.finish_reasons = tuple([event.reason for event in request.finished if event.reason])
+    if request.finished:
+        record.finish_reasons = tuple([event.reason for event in request.finished if event.reason])
     if request.preempted:
         record.preempted_at = tuple(event.at for event in request.preempted)
         record.preemptions = len(request.preempted)

@@ -33,11 +33,11 @@ from otel_infer.export.metrics.histograms import ExemplarSource, HistogramSeries
 from otel_infer.export.metrics.http_requests import HttpRequestDurations
 from otel_infer.export.metrics.inter_token_latency import InterTokenLatency
 from otel_infer.export.metrics.request_counters import count_objectives, count_slow_causes
+from otel_infer.export.metrics.request_keys import RequestKeys
 from otel_infer.export.sampling.tail_sampler import Decision
 from otel_infer.ringbuffer import events
 from otel_infer.ringbuffer.events import Value
 
-MAX_MODELS = 50
 MAX_NAMES = 64
 
 KV_IDLE_NS = 1_000_000_000
@@ -85,8 +85,8 @@ class MetricsAggregator:
         self._inter_token_latency = InterTokenLatency(self._histograms[semconv.INTER_TOKEN_LATENCY.name])
         self.http_requests = HttpRequestDurations(self._histograms[semconv.HTTP_REQUEST_DURATION.name])
         self._cause_totals: dict[Key, dict[str, int]] = {}
-        self._served_models: set[str] = set()
-        self._operations, self._providers = CardinalityLimit(MAX_MODELS), CardinalityLimit(MAX_MODELS)
+        self._request_keys = RequestKeys()
+        self.allow_model = self._request_keys.allow_model
         self._stages, self._errors = CardinalityLimit(MAX_NAMES), CardinalityLimit(MAX_NAMES)
         self._causes = CardinalityLimit(MAX_NAMES)
         self._tenants, self._traffic_classes = tenants, traffic_classes
@@ -96,17 +96,12 @@ class MetricsAggregator:
         for name in semconv.MARK_NAMES:
             self._number_series[semconv.MARKS.name].set((name,), 0)
 
-    def allow_model(self, model: str) -> None:
-        """Allows metrics to name this served model; the first 50 are allowed. Any other model is `_OTHER`."""
-        if model and len(self._served_models) < MAX_MODELS:
-            self._served_models.add(model)
-
     def add_decision(self, record: RequestRecord, decision: Decision) -> None:
         """Counts the keep reason of a request, its missed objectives, and the causes of a slow one."""
         self._number_series[semconv.REQUEST_KEPT.name].add((decision.reason,), 1)
         if not (record.generative and record.operation and (self._has_objectives or decision.slow)):
             return  # objectives do not apply to a POST that reached no engine
-        key = (*self._make_request_key(record), *self._make_caller_key(record))
+        key = (*self._request_keys.make_key(record), *self._make_caller_key(record))
         if self._has_objectives:
             count_objectives(self._number_series, record, decision, key)
         if decision.slow and record.breakdown is not None:
@@ -121,7 +116,7 @@ class MetricsAggregator:
         self.http_requests.add_request(record, source)
         if not record.operation:
             return
-        request_key, caller_key = self._make_request_key(record), self._make_caller_key(record)
+        request_key, caller_key = self._request_keys.make_key(record), self._make_caller_key(record)
         error_type = record.error_type or (semconv.OTHER if record.outcome == events.ERROR else "")
         error = self._errors.admit_label(error_type) if error_type else None
         self._record_duration(
@@ -259,15 +254,6 @@ class MetricsAggregator:
         )
         resource = export.ResourceMetrics(resource=Resource(named), scope_metrics=[scope], schema_url="")
         return export.MetricsData(resource_metrics=[resource])
-
-    def _make_request_key(self, record: RequestRecord) -> Key:
-        """Returns the attributes of every request metric: operation, provider, model."""
-        model = record.model if record.model in self._served_models else semconv.OTHER
-        return (
-            self._operations.admit_label(record.operation),
-            self._providers.admit_label(record.provider),
-            model if record.model else None,
-        )
 
     def _make_caller_key(self, record: RequestRecord) -> Key:
         """Returns tenant and traffic class; empty if neither is configured."""

@@ -1,8 +1,8 @@
 """Serves the current metrics at `GET /metrics` for Prometheus.
 
 Clients that accept OpenMetrics also get exemplars.
-Only one thread counts metrics. So a scrape leaves a request, which that thread answers in its next cycle,
-after at most 0.2 s.
+Only one thread counts metrics. So a scrape leaves a request, which that thread answers when it wakes up,
+after at most 0.25 s.
 """
 
 from __future__ import annotations

@@ -227,7 +227,10 @@ def encode_span(span: Span) -> bytes:
     if trace_id and span_id and start > 0 < end and not state:
         layout = _make_layout(name, kind, bool(parent), tuple(durations))
         ids = (trace_id, span_id, parent) if parent else (trace_id, span_id)
-        parts = [layout.fill_holes(*ids, start, end, *durations.values())]
+        filled = layout.fill_holes(*ids, start, end, *durations.values())
+        if not (shared or attributes or events or links or status or flags):  # as of most stages
+            return layout.prefix + filled
+        parts = [filled]
     else:
         parts = [_encode_without_layout(span)]
     if shared:
@@ -266,7 +269,10 @@ class _SpanLayout:
 
     def __init__(self, holes: Sequence[tuple[bytes, str]]) -> None:
         self._parts: list[Any] = [part for before, _ in holes for part in (before, None)]
-        self._pack = struct.Struct("<" + "".join(f"{len(before)}s{form}" for before, form in holes)).pack
+        layout = struct.Struct("<" + "".join(f"{len(before)}s{form}" for before, form in holes))
+        self._pack = layout.pack
+        self.prefix = _encode_prefix(2, layout.size)
+        """Tag and length of a span that has nothing else."""
 
     def fill_holes(self, *values: Any) -> bytes:
         """Returns the bytes with one value in each hole."""

@@ -56,6 +56,10 @@ class Decision(NamedTuple):
     slow: bool = False
 
 
+_Grant = tuple[bool, int, str, bool]
+"""The first fields of a `Decision`."""
+
+
 class DecidedRequest(NamedTuple):
     """A request and its final decision."""
 
@@ -143,6 +147,8 @@ class TailSampler:
     def _count_dropped(self, final: list[DecidedRequest]) -> list[DecidedRequest]:
         """Counts dropped steps. Only final decisions are counted, because a counter never decreases."""
         for record, decision in final if self._mode != "off" else ():
+            if record.steps is None and not record.prefill_steps:
+                continue
             chunks = _count_prefill_chunks(record)
             dropped = chunks * (not decision.prefill_steps) + _count_decode_steps(record) - decision.steps
             if decision.export and dropped:
@@ -153,28 +159,21 @@ class TailSampler:
         """Returns the decision for a finished request as of now, and spends its part of the budget."""
         missed = find_missed_objectives(record, self._objectives)
         is_slow = self._slow_detector.is_slow(record)
-        export, steps, reason, prefill_steps, *_ = self._decide_by_mode(record, missed, is_slow)
-        return Decision(export, steps, reason, prefill_steps, missed, is_slow or bool(missed))
+        granted = self._decide_by_mode(record, missed, is_slow)
+        return Decision(*granted, missed, is_slow or bool(missed))
 
-    def _decide_by_mode(self, record: RequestRecord, missed: tuple[str, ...], is_slow: bool) -> Decision:
+    def _decide_by_mode(self, record: RequestRecord, missed: tuple[str, ...], is_slow: bool) -> _Grant:
         if not self.is_exported(record):
-            return Decision(
-                False,
-                0,
-                semconv.KEEP_REASON_NONE if self._is_sampled(record) else semconv.KEEP_REASON_UNSAMPLED,
-            )
+            unsampled = not self._is_sampled(record)
+            return False, 0, semconv.KEEP_REASON_UNSAMPLED if unsampled else semconv.KEEP_REASON_NONE, False
         priority_reason = self._find_priority_reason(record, missed, is_slow)
         if self._mode == "off":
-            return Decision(True, 0, semconv.KEEP_REASON_NONE)
+            return True, 0, semconv.KEEP_REASON_NONE, False
         if self._mode == "all" and not priority_reason and _trace_to_fraction(record) >= self.share:
-            return Decision(True, 0, semconv.KEEP_REASON_NONE)
+            return True, 0, semconv.KEEP_REASON_NONE, False
         if self._mode == "all":
-            return Decision(
-                True,
-                _count_decode_steps(record),
-                priority_reason or semconv.KEEP_REASON_ALL,
-                _count_prefill_chunks(record) > 0,
-            )
+            has_chunks = _count_prefill_chunks(record) > 0
+            return True, _count_decode_steps(record), priority_reason or semconv.KEEP_REASON_ALL, has_chunks
         return self._grant_steps(record, priority_reason)
 
     def _find_priority_reason(self, record: RequestRecord, missed: tuple[str, ...], is_slow: bool) -> str:
@@ -191,8 +190,11 @@ class TailSampler:
             return semconv.KEEP_REASON_SLOW
         return semconv.KEEP_REASON_INTERFERER if record.span_id in self._pending_interferers else ""
 
-    def _grant_steps(self, record: RequestRecord, priority_reason: str) -> Decision:
+    def _grant_steps(self, record: RequestRecord, priority_reason: str) -> _Grant:
         chunks, steps = _count_prefill_chunks(record), _count_decode_steps(record)
+        usual_reason = semconv.KEEP_REASON_SAMPLED if self._ratio else semconv.KEEP_REASON_BUDGET
+        if not (chunks or steps):
+            return True, 0, priority_reason or usual_reason, False
         used = self._steps_by_trace.get(record.trace_id, 0)
         self._refill_budget(record.ended_at)
         if not priority_reason and self._budget_for_reason("") < steps and self._claim_baseline(record):
@@ -202,12 +204,8 @@ class TailSampler:
         granted = min(steps, room - chunks * with_chunks)
         spent = granted + chunks * with_chunks
         self._spend_budget(record.trace_id, used, spent)
-        reason = priority_reason or (
-            semconv.KEEP_REASON_SAMPLED if self._ratio else semconv.KEEP_REASON_BUDGET
-        )
-        if spent == 0 and chunks + steps > 0:
-            reason = priority_reason or semconv.KEEP_REASON_NONE
-        return Decision(True, granted, reason, with_chunks)
+        reason = priority_reason or (usual_reason if spent else semconv.KEEP_REASON_NONE)
+        return True, granted, reason, with_chunks
 
     def _claim_baseline(self, record: RequestRecord) -> bool:
         size = find_size_class(record)
@@ -232,8 +230,8 @@ class TailSampler:
         return [
             DecidedRequest(
                 record,
-                self._grant_steps(record, semconv.KEEP_REASON_INTERFERER)._replace(
-                    missed=previous.missed, slow=previous.slow
+                Decision(
+                    *self._grant_steps(record, semconv.KEEP_REASON_INTERFERER), previous.missed, previous.slow
                 ),
             )
         ]
@@ -278,10 +276,10 @@ def _count_prefill_chunks(record: RequestRecord) -> int:
 
 def find_missed_objectives(record: RequestRecord, objectives: Objectives) -> tuple[str, ...]:
     """Returns the objectives that a request missed, sampled or not."""
+    if not objectives.sections:
+        return ()
     route = str(record.attributes.get(semconv.HTTP_ROUTE, ""))
-    return (
-        objectives.find_missed(record.model, route, _measure_durations(record)) if objectives.sections else ()
-    )
+    return objectives.find_missed(record.model, route, _measure_durations(record))
 
 
 def is_client_cancelled(record: RequestRecord) -> bool:

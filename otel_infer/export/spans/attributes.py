@@ -45,6 +45,13 @@ _COUNT_KEYS = (
 )
 
 
+_VLLM_STAGE_KEYS = {
+    semconv.SPAN_QUEUE: semconv.LATENCY_QUEUE,
+    semconv.SPAN_PREFILL: semconv.LATENCY_PREFILL,
+    semconv.SPAN_DECODE: semconv.LATENCY_DECODE,
+}
+
+
 def has_sampling_reason(decision: tail_sampler.Decision) -> bool:
     """Returns whether there was a reason to export this request's steps."""
     return decision.reason not in (semconv.KEEP_REASON_NONE, semconv.KEEP_REASON_UNSAMPLED)
@@ -59,6 +66,19 @@ def split_attributes(record: RequestRecord) -> tuple[dict[str, Value], dict[str,
     if record.status_code:
         http.setdefault(semconv.HTTP_RESPONSE_STATUS_CODE, record.status_code)
     return own, http
+
+
+def intern_http_attributes(http: dict[str, Value]) -> SharedAttributes:
+    """Returns the attributes of a server span, as a shared object for equal ones."""
+    try:
+        return _intern_items(tuple(http.items()))
+    except TypeError:  # user code set a list
+        return SharedAttributes(http)
+
+
+@lru_cache(maxsize=128, typed=True)
+def _intern_items(items: tuple[tuple[str, Value], ...]) -> SharedAttributes:
+    return SharedAttributes(items)
 
 
 @lru_cache(maxsize=128)
@@ -100,7 +120,9 @@ def count_attributes(record: RequestRecord, decision: tail_sampler.Decision) -> 
         record.preemptions,
         *record.memory_free,
     )
-    attributes: dict[str, Value] = {key: count for key, count in zip(_COUNT_KEYS, counted) if count}
+    attributes: dict[str, Value] = {}
+    if any(counted):
+        attributes = {key: count for key, count in zip(_COUNT_KEYS, counted) if count}
     if len(record.pauses) + len(record.loop_pauses) > MAX_PAUSES and has_sampling_reason(decision):
         attributes[semconv.PAUSES_DROPPED] = len(record.all_pauses) - MAX_PAUSES
     return attributes
@@ -149,16 +171,11 @@ def step_duration_attributes(record: RequestRecord) -> dict[str, float]:
 
 def vllm_attributes(record: RequestRecord) -> dict[str, float]:
     """Returns attributes of vLLM's request span (0.33 `OutputProcessor.do_tracing`), with its meaning; s."""
-    pairs = (
-        (semconv.LATENCY_QUEUE, semconv.SPAN_QUEUE),
-        (semconv.LATENCY_PREFILL, semconv.SPAN_PREFILL),
-        (semconv.LATENCY_DECODE, semconv.SPAN_DECODE),
-    )
     durations = {semconv.LATENCY_E2E: record.duration_ns / 1e9}
     if record.ttft_ns:
         durations[semconv.LATENCY_TTFT] = record.ttft_ns / 1e9
-    for key, name in pairs:
-        stage = record.find_stage(name)
-        if stage is not None:
-            durations[key] = (stage.ended_at - stage.started_at) / 1e9
+    for name, started_at, ended_at, _ in record.stages:
+        key = _VLLM_STAGE_KEYS.get(name)
+        if key is not None and key not in durations:  # the first stage of this name
+            durations[key] = (ended_at - started_at) / 1e9
     return durations

@@ -17,7 +17,7 @@ from otel_infer.assembly.records.request import PrefillStep, RequestRecord, Stag
 from otel_infer.export.otlp import SharedAttributes, Span, SpanEvent, SpanLink
 from otel_infer.export.sampling import tail_sampler
 from otel_infer.export.spans import attributes as span_attributes
-from otel_infer.ringbuffer.events import ABORTED, ERROR, Value
+from otel_infer.ringbuffer.events import ABORTED, ERROR, Value, make_tuple
 
 SERVER, INTERNAL = 2, 1
 STATUS_UNSET, STATUS_ERROR = 0, 2
@@ -72,8 +72,9 @@ def _build_server_span(record: RequestRecord, http: dict[str, Value]) -> Span:
     offset, name = record.wall_offset, server_name(record)
     times = record.arrived_at + offset, record.ended_at + offset
     return Span(
-        record.trace_id, record.server_span_id, record.parent_span_id, name, SERVER, *times, http,
+        record.trace_id, record.server_span_id, record.parent_span_id, name, SERVER, *times,
         status=_status_of_request(record), trace_state=record.tracestate,
+        shared=span_attributes.intern_http_attributes(http),
     )  # fmt: skip
 
 
@@ -250,8 +251,9 @@ def _build_child_span(
 ) -> Span:
     name, started_at, ended_at, _ = stage
     offset = record.wall_offset
-    return Span(
+    fields = (
         record.trace_id, span_id, parent, name, INTERNAL, started_at + offset, ended_at + offset, attributes,
         (), (), STATUS_UNSET, record.tracestate, 0, durations,
         _HOST_CLOCK if name in semconv.DEVICE_STAGES else _NO_SHARED,
     )  # fmt: skip
+    return make_tuple(Span, fields)  # type: ignore[no-any-return]

@@ -194,26 +194,27 @@ def unpack_request(code: int, body: bytes, text_of: Callable[[int], str]) -> Any
 
     Raises `ValueError` for an invalid one.
     """
-    if code in _TEXT_EVENTS:
-        event = _TEXT_EVENTS[code](*map(to_plain, decode_json(body.rstrip(b"\0"))))
-        if type(event.at) is not int:
-            raise ValueError("the instant is not a whole number of ns")
-        return _check_instant(event)
     layout = LAYOUT_BY_CODE.get(code)
     if layout is None:
-        raise ValueError(f"unknown event code {code}")
-    fields: Any = layout.packed.unpack_from(body)
-    if layout.strings:
-        fields = list(fields)
-        for i in layout.strings:
-            fields[i] = text_of(fields[i])
-    return _check_instant(make_tuple(layout.event, fields))
-
-
-def _check_instant(event: Any) -> Any:
-    """Returns the event; raises `ValueError` for an instant that the clock of a host never has."""
-    if not 0 <= event.at < MAX_INSTANT:
+        return _unpack_text(code, body)
+    _, event, packed, strings = layout
+    fields: Any = packed.unpack_from(body)
+    if not 0 <= fields[0] < MAX_INSTANT:
         raise ValueError("the instant is outside of the clock")
+    if strings:
+        fields = list(fields)
+        for i in strings:
+            fields[i] = text_of(fields[i])
+    return make_tuple(event, fields)
+
+
+def _unpack_text(code: int, body: bytes) -> Any:
+    """Returns the free-text event with this code; raises `ValueError` for an invalid one."""
+    if code not in _TEXT_EVENTS:
+        raise ValueError(f"unknown event code {code}")
+    event = _TEXT_EVENTS[code](*map(to_plain, decode_json(body.rstrip(b"\0"))))
+    if type(event.at) is not int or not 0 <= event.at < MAX_INSTANT:
+        raise ValueError("the instant is not a whole number of ns, or outside of the clock")
     return event
 
 

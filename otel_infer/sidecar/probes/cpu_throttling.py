@@ -14,6 +14,7 @@ Quotas of a group and of its ancestors may throttle at the same time. The larges
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path, PurePosixPath
@@ -28,6 +29,9 @@ EARLY_TOLERANCE_NS = 5_000_000
 RESCAN_INTERVAL_NS = 250_000_000
 """Time between look-ups of the server's processes."""
 STAT = "cpu.stat"
+QUOTAS = "cpu.max", "cpu.cfs_quota_us"
+"""Names of the quota of a group in cgroup version 2 and version 1."""
+_UNLIMITED = b"max", b"-1"
 _MAX_READ_BYTES = 4096
 _UNITS_NS = {"throttled_usec": 1000, "throttled_time": 1}
 """Field names of cgroup version 2 and version 1, with their units in ns."""
@@ -77,17 +81,37 @@ def _read_throttled_ns(file: Path) -> int | None:
 
 
 class _CgroupStats:
-    """Groups of a process, with their values at the last reading; their files stay open."""
+    """Groups of a process, with their values at the last reading; their files stay open.
+
+    `may_throttle`: one of them had a quota at one of the last two `read_quotas`. Without a quota their values do
+    not change.
+    """
 
     def __init__(self, files: tuple[Path, ...], at: int) -> None:
         self._readings: dict[int, int | None] = {}
+        self._quotas: list[int] = []
         self._sampled_at = at
+        self.may_throttle = self._has_quota = True
         for file in files:
             try:
                 descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
             except OSError:  # removed meanwhile
                 continue
             self._readings[descriptor] = _read_descriptor(descriptor)
+            for name in QUOTAS:
+                with contextlib.suppress(OSError):
+                    self._quotas.append(os.open(file.with_name(name), os.O_RDONLY | os.O_CLOEXEC))
+
+    def read_quotas(self, now: int) -> None:
+        """Determines whether there is a quota, which may be set at any time; so it is where that is unknown."""
+        had_quota, self._has_quota = self._has_quota, len(self._quotas) < len(self._readings)
+        for descriptor in self._quotas:
+            with contextlib.suppress(OSError):
+                is_unlimited = os.pread(descriptor, _MAX_READ_BYTES, 0).startswith(_UNLIMITED)
+                self._has_quota = self._has_quota or not is_unlimited
+        self.may_throttle = had_quota or self._has_quota
+        if not self.may_throttle:
+            self._sampled_at = now
 
     def read_throttling(self, now: Callable[[], int]) -> tuple[int, int]:
         """Returns (instant of this reading, ns throttled since the last one)."""
@@ -102,9 +126,9 @@ class _CgroupStats:
         return at, min(added, window)
 
     def close(self) -> None:
-        for descriptor in self._readings:
+        for descriptor in (*self._readings, *self._quotas):
             os.close(descriptor)
-        self._readings = {}
+        self._readings, self._quotas = {}, []
 
 
 def _read_descriptor(descriptor: int) -> int | None:
@@ -140,8 +164,12 @@ class CpuThrottlingProbe:
         if now - self._rescanned_at >= RESCAN_INTERVAL_NS:
             self._rescanned_at = now
             self._update_groups(dict(processes()))
+            for group in self._groups.values():
+                group.read_quotas(now)
         recorded = []
         for files, group in self._groups.items():
+            if not group.may_throttle:
+                continue
             at, length = group.read_throttling(self._now)
             pause = events.PauseSeen(at, at - length, semconv.CAUSE_THROTTLED)
             throttled = [ring for ring, stat_files in self._files.items() if stat_files == files and length]
@@ -154,6 +182,8 @@ class CpuThrottlingProbe:
 
     def _update_groups(self, pids: dict[int, int]) -> None:
         known_files, previous = self._files, self._groups
+        if pids.keys() == known_files.keys():
+            return
         self._files = {
             ring: known_files[ring] if ring in known_files else self._find_stat_files(pid)
             for ring, pid in pids.items()

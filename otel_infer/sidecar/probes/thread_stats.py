@@ -47,29 +47,34 @@ class _ThreadFiles:
         try:
             for name in ("schedstat", "stat"):
                 self._files.append(os.open(task / name, os.O_RDONLY | os.O_CLOEXEC))
-            self._last_counts, self._sampled_at, self._quiet_at = self._read_counts(), at, 0
+            self._last_counts = self._read_counts(self._read_scheduled())
+            self._sampled_at, self._quiet_at = at, 0
         except Exception:
             self.close()
             raise
 
     def read_samples(self, now: Callable[[], int]) -> list[events.ThreadSeen]:
         """Returns the increase since the last reading; an idle time is returned with the next increase."""
-        counts, at = self._read_counts(), now()
-        increases = [after - before for after, before in zip(counts, self._last_counts)]
-        if not increases[0] and not increases[1]:
-            self._quiet_at = at
+        scheduled = self._read_scheduled()
+        if scheduled == self._last_counts[:2]:
+            self._quiet_at = now()
             return []
+        counts, at = self._read_counts(scheduled), now()
+        increases = [after - before for after, before in zip(counts, self._last_counts)]
         since, quiet_at = self._sampled_at, self._quiet_at
         self._last_counts, self._sampled_at, self._quiet_at = counts, at, 0
         if quiet_at - since < MIN_QUIET_NS:
             return [events.ThreadSeen(at, since, *increases)]
         return [events.ThreadSeen(quiet_at, since, 0, 0, 0, 0), events.ThreadSeen(at, quiet_at, *increases)]
 
-    def _read_counts(self) -> _ThreadCounts:
-        scheduled, stat = self._files
-        ran, waited, *_ = os.pread(scheduled, _MAX_READ_BYTES, 0).split()
-        fields = os.pread(stat, _MAX_READ_BYTES, 0).rpartition(b")")[2].split(None, _SYSTEM + 1)
-        return _ThreadCounts(int(ran), int(waited), int(fields[_SYSTEM]) * _TICK_NS, int(fields[_FAULTS]))
+    def _read_scheduled(self) -> tuple[int, int]:
+        """Returns the time on a CPU, and the time runnable without one, ns."""
+        ran, waited, *_ = os.pread(self._files[0], _MAX_READ_BYTES, 0).split()
+        return int(ran), int(waited)
+
+    def _read_counts(self, scheduled: tuple[int, int]) -> _ThreadCounts:
+        fields = os.pread(self._files[1], _MAX_READ_BYTES, 0).rpartition(b")")[2].split(None, _SYSTEM + 1)
+        return _ThreadCounts(*scheduled, int(fields[_SYSTEM]) * _TICK_NS, int(fields[_FAULTS]))
 
     def close(self) -> None:
         for file in self._files:
@@ -110,6 +115,8 @@ class EngineThreadProbe:
 
     def _update_threads(self, threads: list[ThreadIds]) -> None:
         known = self._threads
+        if threads == list(known):
+            return
         self._threads = {
             thread: known.pop(thread) if thread in known else self._open_thread(thread) for thread in threads
         }

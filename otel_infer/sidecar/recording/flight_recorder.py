@@ -42,7 +42,6 @@ BREACH_DELAY_NS = 2_000_000_000
 """Delay of a tape after a breach, because its effects show later."""
 DUMP_DELAY_CYCLES = 2
 """Cycles after which the events recorded before a request are in the window."""
-POLL_INTERVAL_NS = 200_000_000
 MAX_RECORDINGS = 20
 """Tapes that are kept of each reason, so that requested tapes do not push out those of breaches."""
 NAME_PREFIX = "otel_infer-"
@@ -91,7 +90,7 @@ class FlightRecorder:
         self._slo_miss_times: deque[int] = deque(maxlen=BREACH_COUNT)
         self._breached_at = -BREACH_RESET_NS
         self._next_breach_at = self._breach_interval_ns = 0
-        self._now = self._polled_at = self._cycles = 0
+        self._now = self._cycles = 0
         self._failure = ""
 
     # ── the sidecar's own thread ─────────────────────────────────────────────────────────────────────────────────
@@ -134,20 +133,29 @@ class FlightRecorder:
             self._breach_interval_ns = min(2 * self._breach_interval_ns, BREACH_MAX_INTERVAL_NS)
             self._try_request_dump(SLO, BREACH_DELAY_NS)
 
-    def process_dump_requests(self, now: int) -> None:
-        """Accepts requests and starts the due one; called once per cycle, after `add_events`."""
-        self._now = now
+    def process_dump_requests(self, now: int, folder_changed: bool = True) -> None:
+        """Accepts requests and starts the due one; called once per read of the rings, after `add_events`."""
         self._cycles += 1
+        if self.has_due_requests(now, folder_changed):
+            self._start_due_dump(self._cycles, now)
+
+    def has_due_requests(self, now: int, folder_changed: bool = True) -> bool:
+        """Accepts requests, and returns whether a tape can be written after the next reads of the rings.
+
+        `folder_changed`: there may be new names in the rings' folder.
+        """
+        self._now = now
         if self.signalled:
             self.signalled = False
             self._try_request_dump(SIGNAL)
-        if now - self._polled_at >= POLL_INTERVAL_NS:
-            self._polled_at = now
+        if folder_changed:
             for tape in dump_request.take_dump_requests(self._rings_folder):
                 with self._lock:
                     self._waiting.append(_DumpRequest(COMMAND, tape, self._cycles + DUMP_DELAY_CYCLES, 0))
-        if self._waiting:
-            self._start_due_dump(self._cycles, now)
+        if not self._waiting or self._running is not None:
+            return False
+        with self._lock:
+            return any(request.due_at <= now for request in self._waiting)
 
     def close(self, timeout: float) -> None:
         """Writes the tapes that are still waiting, for at most `timeout` s."""

@@ -229,6 +229,29 @@ def test_a_decreased_counter_yields_no_pause(machine: Machine) -> None:
     assert machine.sample(1100, (1, 7)) == []
 
 
+@pytest.mark.parametrize(
+    ("name", "unlimited", "limited"),
+    [("cpu.max", "max 100000\n", "50000 100000\n"), ("cpu.cfs_quota_us", "-1\n", "50000\n")],
+)
+def test_a_group_is_read_while_it_has_a_quota(
+    machine: Machine, name: str, unlimited: str, limited: str
+) -> None:
+    """A quota may be set while the process runs, for a moment only."""
+    machine.process("7", "0::/box\n")
+    quota = machine.group("box", V2.format(0)).with_name(name)
+    quota.write_text(unlimited)
+    for at in (1000, 1300, 1600):
+        assert machine.sample(at, (1, 7)) == []
+    quota.write_text(limited)
+    machine.group("box", V2.format(100_000))
+    assert machine.sample(1900, (1, 7)) == [(1, 1800, 1900)], "set since the last look"
+    quota.write_text(unlimited)
+    machine.group("box", V2.format(150_000))
+    assert machine.sample(2200, (1, 7)) == [(1, 2150, 2200)], "removed since the last look"
+    machine.group("box", V2.format(200_000))
+    assert machine.sample(2500, (1, 7)) == [], "impossible, and not read"
+
+
 def test_an_ended_process_is_forgotten(machine: Machine) -> None:
     machine.process("7", "0::/box\n")
     machine.group("box", V2.format(0))
@@ -286,7 +309,7 @@ def test_the_sidecar_samples_throttling_in_every_cycle(tmp_path: Path) -> None:
     sidecar._throttling_probe.read_events = read_events  # type: ignore[assignment, method-assign]
     sidecar._run_cycle(1_050 * MS)
     sidecar._run_cycle(1_100 * MS)
-    sidecar._run_cycle(1_600 * MS)
+    sidecar._run_cycle(3_100 * MS)
     assert samples == [True, True, True], "also in cycles that do not read the rings"
     (pauses,) = sidecar._pipeline.assembler.pauses._pauses[1].values()
     assert [pause.cause for pause in pauses] == ["throttled"]
