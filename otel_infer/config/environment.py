@@ -57,6 +57,7 @@ class Config:
     rings: str = ""
     console: bool = False
     request_log: str = ""
+    native: bool = True
     tape: str = ""
     dump_on_slo: str = ""
     dump_port: str = ""

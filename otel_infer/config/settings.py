@@ -151,6 +151,12 @@ SETTINGS: dict[str, Setting] = {
         "and the request log is empty)",
         parse_choice("all", "auto", "off"),
     ),
+    "native": Setting(
+        "OTEL_INFER_NATIVE",
+        "on",
+        "`on`: compiled code writes the rings, where it was built; `off`: Python code does, at a higher cost",
+        _parse_bool,
+    ),
     "device_timing": Setting(
         "OTEL_INFER_DEVICE_TIMING",
         "auto",

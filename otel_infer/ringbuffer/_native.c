@@ -502,9 +502,9 @@ static void check_keyframe(StepRing *self, int64_t at)
 
 static PyObject *write_unchanged(StepRing *self, PyObject *const *arguments, Py_ssize_t count)
 {
-    long long numbers[5];  /* size, KV blocks used and in all, running, waiting */
-    int64_t at = read_clock();
-    if (read_numbers(arguments, count, 5, numbers)) return NULL;
+    long long numbers[6] = {0};  /* size, KV blocks used and in all, running, waiting, instant */
+    if (read_numbers(arguments, count, count == 5 ? 5 : 6, numbers)) return NULL;
+    int64_t at = numbers[5] ? numbers[5] : read_clock();
     long long step = self->step + 1;
     if (at >= self->next_check_at) check_keyframe(self, at);
     if (step >= self->next_keyframe_step || numbers[0] != self->size) return PyLong_FromLong(0);
@@ -572,7 +572,7 @@ static void free_step_ring(StepRing *self)
 
 static PyMethodDef step_ring_methods[] = {
     {"write_unchanged", (PyCFunction)(void (*)(void))write_unchanged, METH_FASTCALL,
-     "write_unchanged(size, kv_used, kv_total, running, waiting): returns the step's number, 0 = nothing written."},
+     "write_unchanged(size, kv_used, kv_total, running, waiting, at=0): returns the step's number, 0 = nothing written."},
     {"check_keyframe", (PyCFunction)check_keyframe_now, METH_O,
      "check_keyframe(at): makes the next step a keyframe if the last one is too old, or the reader requests one."},
     {"write_single_tokens", (PyCFunction)(void (*)(void))write_single_tokens, METH_FASTCALL,

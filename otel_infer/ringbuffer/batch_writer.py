@@ -97,12 +97,11 @@ class BatchWriter:
         except those in `several`: a few (member, tokens). For many exceptions, `tokens` is a u32 column in
         the order of `members`. `kv_used` and `kv_total` count KV blocks, 0 of 0 = unknown.
         """
-        writer = self._writer
+        at, writer = _now(), self._writer
         if not (left or tokens or several) and members == self._members:
-            step = writer.write_unchanged(len(members), kv_used, kv_total, running, waiting)
+            step = writer.write_unchanged(len(members), kv_used, kv_total, running, waiting, at)
             if step:
                 return step
-        at = _now()
         if at >= writer.next_check_at:
             writer.check_keyframe(at)
         writer.step = step = writer.step + 1

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from otel_infer.ringbuffer import events, layout
-from otel_infer.ringbuffer.events import ExchangeEnded, RecordedEvent, make_tuple, unpack_request
+from otel_infer.ringbuffer.events import RecordedEvent, make_tuple, unpack_request
 
 Words = NDArray[np.uint64]
 
@@ -277,7 +277,7 @@ class RequestReader:
         except Exception:  # whatever a damaged cell holds, the others are read
             self.torn += 1
             return
-        if type(event) is not ExchangeEnded:  # mostly
+        if type(event) not in events.EXPANDED_EVENTS:  # mostly
             recorded.append(make_tuple(RecordedEvent, (self.ring, handle, event)))
             return
         recorded += [make_tuple(RecordedEvent, (self.ring, handle, each)) for each in events.expand(event)]

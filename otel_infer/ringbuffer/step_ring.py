@@ -60,14 +60,16 @@ class PythonStepRing:
         self.cells_written = self.step = self.size = 0
         self.next_keyframe_step = self.next_keyframe_at = self.next_check_at = self.keyframe_requests = 0
 
-    def write_unchanged(self, size: int, kv_used: int, kv_total: int, running: int, waiting: int) -> int:
-        """Records a batch with the members of the last one, of one token each; returns the step's number.
+    def write_unchanged(
+        self, size: int, kv_used: int, kv_total: int, running: int, waiting: int, at: int = 0
+    ) -> int:
+        """Records a batch, composed at `at` (monotonic ns; 0 = now), with the members of the last one, of one token each; returns the step's number.
 
         Nothing is compared: the engine itself reports that nobody joined, left or moved. Returns 0, and
         records nothing, if a keyframe is due or the batch has another size. Then the members are to be
         written, so a wrong report of the engine ends with the next keyframe.
         """
-        at = _now()
+        at = at or _now()
         if at >= self.next_check_at:
             self.check_keyframe(at)
         step = self.step + 1

@@ -218,6 +218,10 @@ def _unpack_text(code: int, body: bytes) -> Any:
     return event
 
 
+EXPANDED_EVENTS = frozenset((ExchangeEnded, OperationNamed))
+"""Events that stand for others in a ring."""
+
+
 def expand(event: Any) -> tuple[Any, ...]:
     """Returns the events that one event from a ring stands for, in order; nearly always the event itself."""
     if type(event) is OperationNamed:
