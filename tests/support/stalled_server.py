@@ -97,7 +97,7 @@ def _routes() -> None:
 
 
 def _egress() -> None:
-    """Delays the socket, below the ASGI server's own `send`, where a slow reader would show."""
+    """Pauses the transport, as it does while its client reads slowly: uvicorn's `send` waits until it resumes."""
     from uvicorn.protocols.http import h11_impl
 
     protocols = [h11_impl.RequestResponseCycle]
@@ -128,8 +128,11 @@ def _slow_send(cycle: Any) -> None:
             else:
                 del armed["egress"]
                 began = time.monotonic()
-                await asyncio.sleep(waiting[0])
+                self.flow.pause_writing()
+                asyncio.get_running_loop().call_later(waiting[0], self.flow.resume_writing)
+                await original(self, message)
                 slept.append((time.monotonic() - began) * 1e3)
+                return
         await original(self, message)
 
     cycle.send = send

@@ -11,9 +11,9 @@ from typing import Any
 from otel_infer import _clock
 from otel_infer.gpu.timed_work import StepWork
 from otel_infer.gpu.timing import HOST_SAMPLE_NS, UNTIMED, timing
+from otel_infer.instrumentation.hooks.detokenize_sample import DetokenizeSample
 from otel_infer.instrumentation.transformers import kv_cache
 from otel_infer.instrumentation.transformers._instrumentor import CANCELLED, ENGINE
-from otel_infer.instrumentation.transformers.detokenize_sample import DetokenizeSample
 from otel_infer.instrumentation.transformers.generation_arguments import tensor_shape
 from otel_infer.ringbuffer import events
 from otel_infer.ringbuffer.batch_writer import BatchWriter
@@ -170,7 +170,8 @@ class GenerationRun:
         for _ in range(self.rows - 1):
             self.request.record_event(events.EngineFinished(_clock.now(), "", 0))
         self.request.set_engine_error("")
-        self.request.detokenize_ns += self.detokenize_sample.estimate(self.iterations)
+        sample = self.detokenize_sample
+        self.request.detokenize_ns += sample.spent_ns + sample.estimate_rest(self.iterations)
         if self.owns_request:
             self.request.close()
 

@@ -15,6 +15,7 @@ from types import MethodType
 from typing import Any
 
 from otel_infer import _clock
+from otel_infer.instrumentation.hooks.detokenize_sample import DetokenizeSample
 from otel_infer.instrumentation.hooks.probe import Hook
 from otel_infer.instrumentation.hooks.thread_context import ThreadContext
 from otel_infer.instrumentation.transformers._instrumentor import (
@@ -24,7 +25,6 @@ from otel_infer.instrumentation.transformers._instrumentor import (
     instrumentor,
     wrap_in_empty_context,
 )
-from otel_infer.instrumentation.transformers.detokenize_sample import SAMPLED_TOKENS, DetokenizeSample
 from otel_infer.ringbuffer import events
 from otel_infer.tracing import request_span, start
 
@@ -158,10 +158,11 @@ def _wrap_streamer_put(original: Callable[..., Any], hook: Hook) -> Callable[...
                 request.set_engine_error(type(exc).__qualname__)
             raise
         try:
-            if self.total_tokens:  # the first `put` may be the prompt
-                self._otel_infer_sample.add(self.total_tokens, _clock.now() - started_at)
+            sample = self._otel_infer_sample
+            if self.total_tokens > sample.tokens:  # the first `put` may be the prompt
+                sample.add_output(self.total_tokens - sample.tokens, _clock.now() - started_at)
                 request.record_token_reached()
-                if self.total_tokens >= SAMPLED_TOKENS and type(self).put is put:
+                if sample.is_full and type(self).put is put:
                     self.put = MethodType(original, self)
         except Exception as exc:
             hook.mark_failed(exc)
@@ -179,7 +180,8 @@ def _wrap_streamer_end(original: Callable[..., Any], hook: Hook) -> Callable[...
         result = original(self)
         if request is not None and hook.alive:
             try:
-                request.detokenize_ns += self._otel_infer_sample.estimate(self.total_tokens)
+                sample = self._otel_infer_sample
+                request.detokenize_ns += sample.spent_ns + sample.estimate_rest(self.total_tokens)
             except Exception as exc:
                 hook.mark_failed(exc)
         return result

@@ -14,7 +14,6 @@ from typing import Any
 from otel_infer import _clock
 from otel_infer.instrumentation.hooks.probe import Hook
 from otel_infer.instrumentation.transformers._instrumentor import instrumentor
-from otel_infer.instrumentation.transformers.detokenize_sample import SAMPLED_TOKENS
 from otel_infer.instrumentation.transformers.generation_run import thread_state
 from otel_infer.ringbuffer import events
 from otel_infer.tracing import start
@@ -58,7 +57,7 @@ def _wrap_tokenize(original: Callable[..., Any], hook: Hook) -> Callable[..., An
 def _wrap_decode(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     def decode_tokens(*args: Any, **kwargs: Any) -> Any:
         run = thread_state.run
-        if run is not None and run.iterations > SAMPLED_TOKENS:  # a streamer's, of which the first are timed
+        if run is not None and run.detokenize_sample.is_full:  # a streamer's, of which the first are timed
             return original(*args, **kwargs)
         request = start.current_request() if hook.alive and not tokenizer_call.busy else None
         if request is None:
@@ -72,7 +71,7 @@ def _wrap_decode(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]
             if run is None or not run.iterations:
                 request.detokenize_ns += _clock.now() - started_at
             else:
-                run.detokenize_sample.add(run.iterations, _clock.now() - started_at)
+                run.detokenize_sample.add_output(1, _clock.now() - started_at)
 
     return decode_tokens
 

@@ -7,15 +7,12 @@ takes. The time of all later tokens is estimated from the sample when the sequen
 from __future__ import annotations
 
 import contextlib
-from statistics import median
 from typing import Any
 
 from otel_infer import _clock
+from otel_infer.instrumentation.hooks.detokenize_sample import DetokenizeSample
 from otel_infer.instrumentation.hooks.probe import Hook
 from otel_infer.tracing import request_span
-
-SAMPLED_OUTPUTS = 8
-"""Outputs that are timed per sequence; the first one also shows that a token has reached the API server."""
 
 _hook = Hook("vllm.v1.engine.detokenizer:IncrementalDetokenizer.update")
 
@@ -23,17 +20,16 @@ _hook = Hook("vllm.v1.engine.detokenizer:IncrementalDetokenizer.update")
 class DetokenizationSample:
     """The first outputs of a sequence of `request`."""
 
-    __slots__ = ("_detokenizer", "_ns_per_token", "_tokens", "request")
+    __slots__ = ("_detokenizer", "_sample", "request")
 
     def __init__(self, detokenizer: Any, request: request_span.RequestSpan) -> None:
         self._detokenizer, self.request = detokenizer, request
-        self._ns_per_token: list[float] = []
-        self._tokens = 0
+        self._sample = DetokenizeSample()
         if _hook.alive:
             detokenizer.update = self.update
 
     def update(self, *args: Any, **kwargs: Any) -> Any:
-        """Replaces `update` of the detokenizer, until `SAMPLED_OUTPUTS` outputs had tokens."""
+        """Replaces `update` of the detokenizer, until the sample is full."""
         started_at = _clock.now()
         stop_string = type(self._detokenizer).update(self._detokenizer, *args, **kwargs)
         spent_ns = _clock.now() - started_at
@@ -49,9 +45,8 @@ class DetokenizationSample:
         if not token_ids:  # a request may end without a token
             return
         self.request.record_token_reached()
-        self._tokens += len(token_ids)
-        self._ns_per_token.append(spent_ns / len(token_ids))
-        if len(self._ns_per_token) == SAMPLED_OUTPUTS:
+        self._sample.add_output(len(token_ids), spent_ns)
+        if self._sample.is_full:
             self._restore()
 
     def _restore(self) -> None:
@@ -63,11 +58,6 @@ class DetokenizationSample:
         return len(self._detokenizer.output_token_ids)
 
     def add_estimate(self) -> None:
-        """Ends the sample. Adds the estimated time of the tokens after it to the request.
-
-        The median is used, because one wait for the GIL in the sample would count for all tokens.
-        """
+        """Ends the sample. Adds the estimated time of the tokens after it to the request."""
         self._restore()
-        if self._ns_per_token:
-            later = max(self.count_tokens() - self._tokens, 0)
-            self.request.detokenize_ns += round(later * median(self._ns_per_token))
+        self.request.detokenize_ns += self._sample.estimate_rest(self.count_tokens())

@@ -14,6 +14,7 @@ import pytest
 
 from otel_infer import semconv
 from otel_infer.assembly.records.request import RequestRecord
+from otel_infer.instrumentation.hooks.detokenize_sample import SAMPLED_OUTPUTS
 from otel_infer.instrumentation.hooks.probe import Call, Hook
 from otel_infer.instrumentation.transformers import tokenization
 from otel_infer.instrumentation.vllm import (
@@ -1023,14 +1024,14 @@ def test_detokenization_is_estimated_from_the_first_outputs(
     detokenizer_clock[0] = 1_000_000
     detokenizer.deliver()
     detokenizer_clock[0] = 10
-    for _ in range(detokenization.SAMPLED_OUTPUTS - 1):
+    for _ in range(SAMPLED_OUTPUTS - 1):
         assert "update" in vars(detokenizer)
         detokenizer.deliver()
     assert "update" not in vars(detokenizer)
     for _ in range(100):
         detokenizer.deliver(2)
     process(front_end, ended(sequence, FinishReason.LENGTH), finishes=(sequence,))
-    assert request.detokenize_ns == 1_000_000 + 10 * (detokenization.SAMPLED_OUTPUTS - 1) + 10 * 200
+    assert request.detokenize_ns == 1_000_000 + 10 * (SAMPLED_OUTPUTS - 1) + 10 * 200
 
 
 def test_short_output_is_timed_whole(recording: Recording, detokenizer_clock: list[int]) -> None:
