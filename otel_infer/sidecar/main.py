@@ -234,12 +234,14 @@ class Sidecar:
         folder_changed = self._folder_watch.has_changed(now)
         if folder_changed:
             self._discover_rings(now)
-        self._rings.add_rings_of_known_files()
+        is_idle = self._schedule.is_idle(now)
+        if not is_idle:
+            self._rings.add_rings_of_known_files()
         if now - self._maintained_at >= MAINTENANCE_NS:
             self._maintain(now)
         for recorded in (
-            *self._throttling_probe.read_events(self._rings.list_writers),
-            *self._thread_probe.read_events(self._rings.list_engine_threads),
+            *self._throttling_probe.read_events(self._rings.list_writers, is_idle),
+            *self._thread_probe.read_events(self._rings.list_engine_threads, is_idle),
         ):
             self._rings.add_event(recorded)
         flushes = self._rings.list_pending_flushes()
@@ -259,6 +261,7 @@ class Sidecar:
         if self._schedule.busy_at >= self._maintained_at:  # else there is nothing to return
             self._malloc_trimmer.tick(now)
         self._maintained_at = now
+        self._rings.add_rings_of_known_files()
         self._start_webhook(now)
         self._service.save()
         self._refusals.report_new()

@@ -23,8 +23,9 @@ at the next wake-up.
 """
 WAKE_INTERVAL_NS = 100_000_000
 """Interval of wake-ups where engines run steps; counters of their threads are read at each of them."""
-IDLE_WAKE_INTERVAL_NS = 250_000_000
-"""Interval of wake-ups of an idle server, and of a server without engines."""
+REQUESTS_WAKE_INTERVAL_NS = 250_000_000
+"""Interval of wake-ups of a server without engines."""
+IDLE_WAKE_INTERVAL_NS = 400_000_000
 _TOLERANCE_NS = CYCLE_NS // 2
 """A wake-up slightly before the due time reads too."""
 
@@ -42,7 +43,7 @@ class ReadSchedule:
         self._is_urgent = is_urgent
         if is_urgent or now + _TOLERANCE_NS >= self._due_at or self._rings.has_dead_writers(now):
             return True
-        if self._is_idle(now):
+        if self.is_idle(now):
             return self._rings.are_filled_above(0)
         if self._rings.are_filled_above(MAX_FILL):
             return True
@@ -55,10 +56,10 @@ class ReadSchedule:
         fill = self._rings.fill_ratio
         if fill or self._is_urgent:
             self.busy_at = now
-        interval = IDLE_READ_INTERVAL_NS if self._is_idle(now) else self._interval
+        interval = IDLE_READ_INTERVAL_NS if self.is_idle(now) else self._interval
         if fill:
             interval = min(interval, int(USUAL_FILL / fill * (now - self._read_at)))
-        if interval < IDLE_WAKE_INTERVAL_NS or self._rings.has_small_rings():
+        if interval < REQUESTS_WAKE_INTERVAL_NS or self._rings.has_small_rings():
             interval = 0
         self._read_at, self._due_at = now, now + interval
 
@@ -66,8 +67,10 @@ class ReadSchedule:
         """Returns the time from this wake-up to the next, ns."""
         if self._is_urgent or now >= self._due_at:
             return CYCLE_NS
-        is_sampling = self._rings.has_engines and not self._is_idle(now)
-        return WAKE_INTERVAL_NS if is_sampling else IDLE_WAKE_INTERVAL_NS
+        if self.is_idle(now):
+            return IDLE_WAKE_INTERVAL_NS
+        return WAKE_INTERVAL_NS if self._rings.has_engines else REQUESTS_WAKE_INTERVAL_NS
 
-    def _is_idle(self, now: int) -> bool:
+    def is_idle(self, now: int) -> bool:
+        """Returns whether nothing was recorded for `IDLE_AFTER_NS`."""
         return now - self.busy_at >= IDLE_AFTER_NS

@@ -152,11 +152,16 @@ class CpuThrottlingProbe:
         self._groups: dict[tuple[Path, ...], _CgroupStats] = {}
         self._sampled_at = self._rescanned_at = 0
 
-    def read_events(self, processes: Callable[[], Iterable[tuple[int, int]]]) -> list[events.RecordedEvent]:
+    def read_events(
+        self, processes: Callable[[], Iterable[tuple[int, int]]], is_idle: bool = False
+    ) -> list[events.RecordedEvent]:
         """Returns the throttling since the last reading.
 
-        `processes` returns (ring, pid as seen from here) of the living processes.
+        `processes` returns (ring, pid as seen from here) of the living processes. `is_idle`: nothing was recorded
+        for seconds, so there are no new processes or quotas to look for.
         """
+        if is_idle and not any(group.may_throttle for group in self._groups.values()):
+            return []
         now = self._now()
         if now - self._sampled_at < SAMPLE_INTERVAL_NS - EARLY_TOLERANCE_NS:
             return []

@@ -17,6 +17,8 @@ from typing import NamedTuple
 from otel_infer import _clock
 from otel_infer.ringbuffer import events
 
+IDLE_INTERVAL_NS = 1_000_000_000
+"""Time between two readings of an idle server."""
 RESCAN_INTERVAL_NS = 250_000_000
 """Time between look-ups of the engines' threads."""
 MIN_QUIET_NS = 1_000_000
@@ -88,12 +90,21 @@ class EngineThreadProbe:
     def __init__(self, proc: Path = Path("/proc"), now: Callable[[], int] = _clock.now) -> None:
         self._proc, self._now = proc, now
         self._threads: dict[ThreadIds, _ThreadFiles | None] = {}
-        self._rescanned_at = 0
+        self._rescanned_at = self._sampled_at = 0
 
-    def read_events(self, threads: Callable[[], Iterable[ThreadIds]]) -> list[events.RecordedEvent]:
-        """Returns the increases since the last reading."""
+    def read_events(
+        self, threads: Callable[[], Iterable[ThreadIds]], is_idle: bool = False
+    ) -> list[events.RecordedEvent]:
+        """Returns the increases since the last reading.
+
+        `is_idle`: nothing was recorded for seconds. Then there are no new threads to look for, and no steps whose
+        time would have to be told apart.
+        """
         now = self._now()
-        if now - self._rescanned_at >= RESCAN_INTERVAL_NS:
+        if is_idle and now - self._sampled_at < IDLE_INTERVAL_NS:
+            return []
+        self._sampled_at = now
+        if not is_idle and now - self._rescanned_at >= RESCAN_INTERVAL_NS:
             self._rescanned_at = now
             self._update_threads(list(threads())[:MAX_THREADS])
         recorded: list[events.RecordedEvent] = []

@@ -16,7 +16,11 @@ from otel_infer.ringbuffer.step_writer import StepWriter
 from otel_infer.ringbuffer.writer import RequestWriter
 from otel_infer.sidecar.main import Sidecar
 from otel_infer.sidecar.pipeline import CYCLE_NS
-from otel_infer.sidecar.read_schedule import IDLE_WAKE_INTERVAL_NS, WAKE_INTERVAL_NS
+from otel_infer.sidecar.read_schedule import (
+    IDLE_WAKE_INTERVAL_NS,
+    REQUESTS_WAKE_INTERVAL_NS,
+    WAKE_INTERVAL_NS,
+)
 
 CELLS = 128
 SECOND = 1_000_000_000
@@ -144,12 +148,18 @@ def test_the_wake_interval_depends_on_load(server: Server) -> None:
     """A pending flush shortens it, and counters of engine threads are read more often."""
     server.run_cycles(11, events_each=1)
     schedule = server.sidecar._schedule
-    assert schedule.wake_interval(START + 11 * CYCLE_NS) == IDLE_WAKE_INTERVAL_NS
+    assert schedule.wake_interval(START + 11 * CYCLE_NS) == REQUESTS_WAKE_INTERVAL_NS
+    assert schedule.wake_interval(START + 11 * CYCLE_NS + 6 * SECOND) == CYCLE_NS, "a read is due"
     server.add_step_ring(cells=1024)
     assert schedule.wake_interval(START + 11 * CYCLE_NS) == WAKE_INTERVAL_NS
     server.writer.words[layout.W_FLUSH_REQUESTED] += 1
     server.sidecar._run_cycle(START + 12 * CYCLE_NS)
     assert schedule.wake_interval(START + 12 * CYCLE_NS) == CYCLE_NS
+
+
+def test_an_idle_server_is_looked_at_least_often(server: Server) -> None:
+    server.run_cycles(150, events_each=0)
+    assert server.sidecar._schedule.wake_interval(START + 150 * CYCLE_NS) == IDLE_WAKE_INTERVAL_NS
 
 
 def test_a_webhook_starts_once_its_port_is_free(tmp_path: Path) -> None:

@@ -300,7 +300,7 @@ def test_the_sidecar_samples_throttling_in_every_cycle(tmp_path: Path) -> None:
     sidecar = Sidecar(lock, Config(), {})
     samples: list[bool] = []
 
-    def read_events(processes: object) -> list[events.RecordedEvent]:
+    def read_events(processes: object, is_idle: bool) -> list[events.RecordedEvent]:
         samples.append(processes == sidecar._rings.list_writers)
         return [events.RecordedEvent(1, 0, events.PauseSeen(1_000 * MS, 960 * MS, "throttled"))][
             : len(samples) == 1
