@@ -306,8 +306,12 @@ class Instrumentor:
         registering = None
 
     def _record_import(self, name: str, started_at: int, at: int) -> None:
-        """Records the import. Python's own modules are skipped, because they add no startup time."""
-        if self.distribution != "python":
+        """Records the import of an engine's module, or of one that shows that another library is in use.
+
+        Python's own modules are skipped, because they add no startup time. So are the rest of a server's, which
+        it may import late.
+        """
+        if self.distribution != "python" and (self.is_engine or name in self.modules):
             recorder.record_startup(events.ModuleImported(at, name, started_at))
 
     def _install_due_parts(self) -> None:
