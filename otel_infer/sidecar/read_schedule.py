@@ -56,11 +56,13 @@ class ReadSchedule:
         fill = self._rings.fill_ratio
         if fill or self._is_urgent:
             self.busy_at = now
-        interval = IDLE_READ_INTERVAL_NS if self.is_idle(now) else self._interval
-        if fill:
-            interval = min(interval, int(USUAL_FILL / fill * (now - self._read_at)))
-        if interval < REQUESTS_WAKE_INTERVAL_NS or self._rings.has_small_rings():
-            interval = 0
+        interval = IDLE_READ_INTERVAL_NS
+        if not self.is_idle(now):
+            interval = self._interval
+            if fill:
+                interval = min(interval, int(USUAL_FILL / fill * (now - self._read_at)))
+            if interval < REQUESTS_WAKE_INTERVAL_NS or self._rings.has_small_rings():
+                interval = 0
         self._read_at, self._due_at = now, now + interval
 
     def wake_interval(self, now: int) -> int:
