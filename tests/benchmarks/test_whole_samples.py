@@ -21,7 +21,7 @@ OURS = ["call_router (instrumentation/asgi/__init__.py)"]
         "0x7f0012 (/usr/lib/python3.11/lib-dynload/_struct.cpython-311-x86_64-linux-gnu.so)",
         "time_monotonic_ns (/usr/bin/python3.11)",
         "clock_gettime ([vdso])",
-        "PyLong_FromLong (/root/lib/libpython3.11.so.1.0)",
+        "PyLong_FromLong (/opt/python/lib/libpython3.11.so.1.0)",
         "memcpy (/usr/lib/x86_64-linux-gnu/libc.so.6)",
         f"suppress.__exit__ ({STDLIB}contextlib.py:40)",
         "get_current (/v/lib/python3.11/site-packages/opentelemetry/context/__init__.py:8)",

@@ -97,7 +97,7 @@ class Exchange(Response):
             context.detach(token)
         # Breaks reference cycles: `send` and `receive` hold this object, and `send` may hold the scope.
         self.send = self.receive = None
-        if self.connection is not UNKNOWN_CONNECTION:
+        if self.is_followed:
             self.connection.otel_infer_response = None
         self.scope.pop(SCOPE_KEY, None)
 
@@ -112,23 +112,8 @@ class Exchange(Response):
             method, headers = scope.get("method"), scope.get("headers") or ()
             name = method if method in events.METHODS else events.OTHER
             request = None if ambient else open_from_headers(headers, name, OWNER, at)
-            if request is not None:
-                self.request = request
-                if caller.caller_settings is not tenancy.NO_CALLER_SETTINGS:
-                    caller.record_caller(request, headers, str(scope.get("path", "")))
-                return (request.attach(),)
-            remote_parent = None if ambient else parse_remote_parent(headers)
-            if remote_parent is not None:
-                request = start.open_request_below_remote(
-                    remote_parent, name, OWNER, clear_span_and_baggage(context.current_context()), at
-                )
-            else:
-                around = (
-                    None
-                    if ambient
-                    else extract_context(headers, clear_span_and_baggage(context.current_context()))
-                )
-                request = start.open_request(name, owner=OWNER, around=around, server=True, arrived_at=at)
+            if request is None:
+                request = _open_by_propagators(headers, name, ambient, at)
             self.request = request
             if request is not None:
                 if caller.caller_settings is not tenancy.NO_CALLER_SETTINGS:
@@ -255,3 +240,14 @@ class Exchange(Response):
             with contextlib.suppress(BaseException):  # `exc` is the exception to be logged
                 request.close(events.ABORTED, events.CANCELLED)
         self.hook.count_failure(exc)
+
+
+def _open_by_propagators(headers: Any, name: str, ambient: bool, at: int) -> request_span.RequestSpan | None:
+    """Opens a request below the span that is current (`ambient`), or that the propagators read."""
+    if ambient:
+        return start.open_request(name, owner=OWNER, around=None, server=True, arrived_at=at)
+    around, remote_parent = clear_span_and_baggage(context.current_context()), parse_remote_parent(headers)
+    if remote_parent is not None:
+        return start.open_request_below_remote(remote_parent, name, OWNER, around, at)
+    around = extract_context(headers, around)
+    return start.open_request(name, owner=OWNER, around=around, server=True, arrived_at=at)

@@ -54,7 +54,9 @@ def follow_connection(cycle: Any, response: DirectResponse) -> bool:
     hook, flow = _hooks.get(module), _hooks.get(FLOWS.get(module, ""))
     if hook is None or flow is None or not (hook.alive and flow.alive):
         return False
-    on_response = cycle.on_response
+    on_response = getattr(cycle, "on_response", None)
+    if on_response is None:  # another release of uvicorn
+        return False
 
     def end_response() -> None:
         response.record_last_byte(_clock.now())

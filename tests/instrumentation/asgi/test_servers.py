@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import socket
+import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -446,6 +447,34 @@ def test_a_slow_reader_counts_as_send_wait_only(watched: Watched, serve: Callabl
     (first,) = seen.every(events.FirstTokenSent)
     assert first.at - seen.arrived.at < 100e6
     assert 250e6 < seen.ended.send_wait_ns < seen.ended.at - first.at
+
+
+def test_a_uvicorn_that_reports_no_last_byte_is_timed_per_chunk(
+    watched: Watched, serve: Callable[..., int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from uvicorn.protocols.http import h11_impl
+
+    class Cycle(h11_impl.RequestResponseCycle):
+        """Has its callback under another name, and takes no attributes of ours."""
+
+        __slots__ = ("callback",)
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            assert not name.startswith("otel_infer")
+            super().__setattr__("callback" if name == "on_response" else name, value)
+
+        def __getattribute__(self, name: str) -> Any:
+            if name == "on_response" and sys._getframe(1).f_globals["__name__"].startswith("otel_infer"):
+                raise AttributeError(name)
+            return super().__getattribute__("callback" if name == "on_response" else name)
+
+    Cycle.__module__ = h11_impl.__name__
+    monkeypatch.setattr(h11_impl, "RequestResponseCycle", Cycle)
+    answer = posted(serve(make_app(), http="h11"), "/v1/models/canary/stream")
+    assert answer.count(b"data:") == 3
+    (seen,) = ended(watched)
+    assert seen.verdict == (events.OK, "", 200)
+    assert seen.ended.chunks == 3
 
 
 async def bulk(scope: Any, receive: Any, send: Any) -> None:
