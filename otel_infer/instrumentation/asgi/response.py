@@ -1,6 +1,7 @@
 """Follows the response of one HTTP request: its start, its first chunks, its last byte, a client that leaves.
 
-    start, first chunks ─▶ send_and_record ─▶ server's send       further chunks ─▶ server's send
+    start, first chunks ─▶ send_and_follow, or send_and_record ─▶ server's send
+    further chunks ─▶ server's send
 
 The application holds `send`, a `functools.partial`. Its function is replaced through `__setstate__`, so that
 further chunks reach the server without a frame of ours. That needs hooks on the server, which report the last
