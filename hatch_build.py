@@ -15,16 +15,16 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-SOURCE = "otel_infer/ringbuffer/_native.c"
+SOURCES = "otel_infer/ringbuffer/_native.c", "otel_infer/instrumentation/asgi/_exchange.c"
 MODULE = "otel_infer/ringbuffer/_native.abi3.so"
 
 
 class CompiledRingWriter(BuildHookInterface):
-    """Compiles `SOURCE` in place, which serves wheels and editable installations alike."""
+    """Compiles `SOURCES` in place, which serves wheels and editable installations alike."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         root = Path(self.root)
-        problem = compile_module(root / SOURCE, root / MODULE)
+        problem = compile_module([root / source for source in SOURCES], root / MODULE)
         if problem:
             self.app.display_warning(f"otel-infer is built without its compiled ring writer: {problem}")
             return
@@ -34,8 +34,8 @@ class CompiledRingWriter(BuildHookInterface):
         build_data["tag"] = f"cp311-abi3-{platform}"
 
 
-def compile_module(source: Path, module: Path) -> str:
-    """Compiles one C file into a shared library. Returns why that is impossible; empty on success."""
+def compile_module(sources: list[Path], module: Path) -> str:
+    """Compiles C files into a shared library. Returns why that is impossible; empty on success."""
     module.unlink(missing_ok=True)
     if os.environ.get("OTEL_INFER_NATIVE") == "off" or sysconfig.get_config_var("Py_GIL_DISABLED"):
         return "it is switched off, or this Python has no stable ABI"
@@ -43,7 +43,10 @@ def compile_module(source: Path, module: Path) -> str:
     flags = ["-O2", "-shared", "-fPIC", f"-I{sysconfig.get_path('include')}"]
     try:
         subprocess.run(
-            [*compiler, *flags, str(source), "-o", str(module)], check=True, capture_output=True, text=True
+            [*compiler, *flags, *map(str, sources), "-o", str(module)],
+            check=True,
+            capture_output=True,
+            text=True,
         )
     except OSError as exc:
         return f"{compiler[0]}: {exc.strerror}"

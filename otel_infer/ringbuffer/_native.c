@@ -7,14 +7,7 @@
  * build serves all later releases. All functions need the GIL; nothing here runs Python code between the reservation
  * of a cell and its last byte, except that an unknown text is interned before the reservation.
  */
-#define PY_SSIZE_T_CLEAN
-#define Py_LIMITED_API 0x030B0000
-#include <Python.h>
-#include <stddef.h>
-#include <stdint.h>
-#include <string.h>
-#include <structmember.h>
-#include <time.h>
+#include "_native.h"
 
 enum { W_KEYFRAME_REQUESTED = 10, W_UNRECORDED = 11, W_OFFERED = 17, W_NOT_RECORDED = 18 };
 enum { PAGE = 4096, CELL_BYTES = 64, MAX_FIELDS = 16 };
@@ -22,7 +15,7 @@ enum { PAGE = 4096, CELL_BYTES = 64, MAX_FIELDS = 16 };
 /* A cell: sequence, code, part, parts, 0, handle, body, sequence (`layout.CELL`). */
 enum { CODE_AT = 8, HANDLE_AT = 12, BODY_AT = 16, END_AT = 56 };
 
-static int64_t read_clock(void)
+int64_t read_clock(void)
 {
     struct timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);
@@ -45,19 +38,6 @@ typedef struct {
     uint8_t code, count;
     char fields[MAX_FIELDS];  /* q Q I H B, S and T (a text's id as I and H), 16 and 8 (bytes) as 'X' and 'x' */
 } Layout;
-
-typedef struct {
-    PyObject_HEAD
-    Py_buffer memory;
-    uint64_t cells, next_cell;
-    long long live_offset, slots, in_flight;
-    uint32_t *free_slots;  /* a queue of slot numbers, behind it the generation of each slot */
-    uint32_t first_free;
-    uint64_t random[4];
-    int arrival_code;
-    PyObject *layouts;  /* event type → bytes that hold a Layout */
-    PyObject *strings, *intern, *write_long;
-} RequestRing;
 
 static int fail_range(void)
 {
@@ -118,6 +98,12 @@ static int pack_field(RequestRing *self, char *to, char kind, PyObject *value, i
     return pack_number(to, kind, value, size);
 }
 
+static void store_next_cell(RequestRing *self, const char *middle)
+{
+    uint64_t cell = self->next_cell++;
+    store_cell((char *)self->memory.buf + PAGE + cell % self->cells * CELL_BYTES, cell + 1, middle);
+}
+
 static PyObject *write_event(RequestRing *self, PyObject *const *arguments, Py_ssize_t count)
 {
     if (count != 2) return PyErr_Format(PyExc_TypeError, "write_event takes a handle and an event");
@@ -140,9 +126,24 @@ static PyObject *write_event(RequestRing *self, PyObject *const *arguments, Py_s
         if (pack_field(self, middle + at, layout->fields[i], PyTuple_GetItem(arguments[1], i), &size)) return NULL;
         at += size;
     }
-    uint64_t cell = self->next_cell++;
-    store_cell((char *)self->memory.buf + PAGE + cell % self->cells * CELL_BYTES, cell + 1, middle);
+    store_next_cell(self, middle);
     Py_RETURN_NONE;
+}
+
+void write_cell(RequestRing *ring, int code, uint32_t handle, const char *body)
+{
+    char middle[END_AT - CODE_AT] = {0};
+    middle[0] = (char)code;
+    middle[2] = 1;
+    memcpy(middle + HANDLE_AT - CODE_AT, &handle, 4);
+    memcpy(middle + BODY_AT - CODE_AT, body, END_AT - BODY_AT);
+    store_next_cell(ring, middle);
+}
+
+int intern_text(RequestRing *ring, PyObject *text, uint32_t *id)
+{
+    int size;
+    return pack_text(ring, (char *)id, 'S', text, &size);
 }
 
 /* Live slot: handle, flags, 0, arrived_at, wall_at, trace, span, parent and server id, 0, handle (`layout.LIVE`). */
@@ -164,7 +165,7 @@ static uint32_t take_slot(RequestRing *self)
     return slot | self->free_slots[self->slots + slot] << SLOT_BITS;
 }
 
-static void free_slot(RequestRing *self, uint32_t handle)
+void free_slot(RequestRing *self, uint32_t handle)
 {
     uint32_t slot = handle & ((1 << SLOT_BITS) - 1), *generations = self->free_slots + self->slots;
     if (!handle || slot >= self->slots || handle >> SLOT_BITS != generations[slot]) return;
@@ -259,7 +260,7 @@ static void fill_random_id(RequestRing *self, char *id)
     memcpy(id, &number, 8);
 }
 
-enum { TRACEPARENT = 55, PARENT = 26, NO_PARENT = 0, HAS_PARENT = 1, NOT_PLAIN = 2 };
+enum { TRACEPARENT = 55 };
 
 static int read_hex(char digit)  /* lower case only, as the W3C demands */
 {
@@ -272,7 +273,7 @@ static int read_traceparent(const char *text, Py_ssize_t length, char *parent)
 {
     static const char none[16] = {0};
     if (length != TRACEPARENT || memcmp(text, "00-", 3) || text[35] != '-' || text[52] != '-') return NOT_PLAIN;
-    for (int from = 0, to = 0; to < PARENT; to++, from += 2) {
+    for (int from = 0, to = 0; to < PARENT_BYTES; to++, from += 2) {
         if (from == 2 || from == 35 || from == 52) from++;
         int high = read_hex(text[from]), low = read_hex(text[from + 1]);
         if (high < 0 || low < 0) return NOT_PLAIN;
@@ -285,7 +286,7 @@ static int read_traceparent(const char *text, Py_ssize_t length, char *parent)
 /* Looks for a lone `traceparent` among ASGI headers. NOT_PLAIN: the propagators must read them. */
 static int find_parent(PyObject *headers, char *parent)
 {
-    int found = NO_PARENT;
+    int found = HAS_NO_PARENT;
     Py_ssize_t count = PyList_Size(headers), length;
     for (Py_ssize_t i = 0; i < count; i++) {
         PyObject *pair = PyList_GetItem(headers, i);
@@ -295,7 +296,7 @@ static int find_parent(PyObject *headers, char *parent)
         if ((length == 7 && !memcmp(text, "baggage", 7)) || (length == 10 && !memcmp(text, "tracestate", 10)))
             return NOT_PLAIN;
         if (length != 11 || memcmp(text, "traceparent", 11)) continue;
-        if (found != NO_PARENT) return NOT_PLAIN;
+        if (found != HAS_NO_PARENT) return NOT_PLAIN;
         if (PyBytes_AsStringAndSize(PyTuple_GetItem(pair, 1), &text, &length)) { PyErr_Clear(); return NOT_PLAIN; }
         found = read_traceparent(text, length, parent);
         if (found == NOT_PLAIN) return NOT_PLAIN;
@@ -303,30 +304,26 @@ static int find_parent(PyObject *headers, char *parent)
     return found;
 }
 
-/* open_below_remote(headers, name, at, flags, root_sampled, follows_parent) */
-static PyObject *open_below_remote(RequestRing *self, PyObject *const *arguments, Py_ssize_t count)
+int open_by_headers(RequestRing *self, PyObject *headers, PyObject *name, int64_t at, uint16_t flags,
+                    int root_sampled, int follows_parent, OpenedRequest *opened)
 {
     enum { SAMPLED = 1, REMOTE_PARENT = 2 };  /* `events.SAMPLED`, `events.REMOTE_PARENT` */
-    char parent[PARENT] = {0}, body[2 * PART_BYTES] = {0};
+    char body[2 * PART_BYTES] = {0};
     struct timespec wall;
-    int size;
-    if (count != 6) return PyErr_Format(PyExc_TypeError, "open_below_remote takes 6 arguments");
-    int found = PyList_Check(arguments[0]) ? find_parent(arguments[0], parent) : NOT_PLAIN;
-    if (found == NOT_PLAIN) Py_RETURN_NONE;
-    int64_t at = PyLong_AsLongLong(arguments[2]);
-    uint16_t flags = (uint16_t)PyLong_AsLong(arguments[3]);
-    int sampled = arguments[4] == Py_True;
-    if (PyErr_Occurred()) return NULL;
+    int size, found = PyList_Check(headers) ? find_parent(headers, opened->remote) : NOT_PLAIN;
+    if (found == NOT_PLAIN) return 1;
+    if (pack_text(self, body + FLAGS_AT + 8, 'T', name, &size)) return -1;
+    opened->has_remote = found == HAS_PARENT;
     if (found == HAS_PARENT) {
         flags |= REMOTE_PARENT;
-        if (arguments[5] == Py_True) sampled = parent[25] & 1;
-        memcpy(body + 16, parent + 1, 16);
-        memcpy(body + 40, parent + 17, 8);
+        if (follows_parent) root_sampled = opened->remote[25] & 1;
+        memcpy(body + 16, opened->remote + 1, 16);
+        memcpy(body + 40, opened->remote + 17, 8);
     } else {
         fill_random_id(self, body + 16);
         fill_random_id(self, body + 24);
     }
-    if (sampled) flags |= SAMPLED;
+    if (root_sampled) flags |= SAMPLED;
     fill_random_id(self, body + 32);
     fill_random_id(self, body + 48);
     clock_gettime(CLOCK_REALTIME, &wall);
@@ -334,11 +331,27 @@ static PyObject *open_below_remote(RequestRing *self, PyObject *const *arguments
     memcpy(body, &at, 8);
     memcpy(body + 8, &wall_at, 8);
     memcpy(body + FLAGS_AT, &flags, 2);
-    if (pack_text(self, body + FLAGS_AT + 8, 'T', arguments[1], &size)) return NULL;
-    uint32_t handle = store_arrival(self, body);
-    return Py_BuildValue("I(y#y#y#y#)Hy#", handle, body + 16, (Py_ssize_t)16, body + 32, (Py_ssize_t)8, body + 40,
-                         (Py_ssize_t)8, body + 48, (Py_ssize_t)8, flags, parent,
-                         (Py_ssize_t)(found == HAS_PARENT ? PARENT : 0));
+    memcpy(opened->trace, body + 16, 40);
+    opened->flags = flags;
+    opened->handle = store_arrival(self, body);
+    return 0;
+}
+
+/* open_below_remote(headers, name, at, flags, root_sampled, follows_parent) */
+static PyObject *open_below_remote(RequestRing *self, PyObject *const *arguments, Py_ssize_t count)
+{
+    OpenedRequest opened = {0};
+    if (count != 6) return PyErr_Format(PyExc_TypeError, "open_below_remote takes 6 arguments");
+    int64_t at = PyLong_AsLongLong(arguments[2]);
+    uint16_t flags = (uint16_t)PyLong_AsLong(arguments[3]);
+    if (PyErr_Occurred()) return NULL;
+    int failed = open_by_headers(self, arguments[0], arguments[1], at, flags, arguments[4] == Py_True,
+                                 arguments[5] == Py_True, &opened);
+    if (failed < 0) return NULL;
+    if (failed) Py_RETURN_NONE;
+    return Py_BuildValue("I(y#y#y#y#)Hy#", opened.handle, opened.trace, (Py_ssize_t)16, opened.span, (Py_ssize_t)8,
+                         opened.parent, (Py_ssize_t)8, opened.server, (Py_ssize_t)8, opened.flags, opened.remote,
+                         (Py_ssize_t)(opened.has_remote ? PARENT_BYTES : 0));
 }
 
 static PyObject *next_cell(RequestRing *self, PyObject *unused)
@@ -445,7 +458,9 @@ static PyMethodDef request_ring_methods[] = {
     {NULL, NULL, 0, NULL}};
 
 static PyMemberDef request_ring_members[] = {
-    {"in_flight", T_LONGLONG, offsetof(RequestRing, in_flight), READONLY, NULL}, {NULL, 0, 0, 0, NULL}};
+    {"in_flight", T_LONGLONG, offsetof(RequestRing, in_flight), READONLY, NULL},
+    {"retired", T_BOOL, offsetof(RequestRing, retired), 0, NULL},
+    {NULL, 0, 0, 0, NULL}};
 
 static PyType_Slot request_ring_slots[] = {{Py_tp_init, init_request_ring},
                                            {Py_tp_new, PyType_GenericNew},
@@ -596,7 +611,7 @@ static PyType_Spec step_ring_spec = {"otel_infer.ringbuffer._native.StepRing", s
 
 /* ── module ─────────────────────────────────────────────────────────────────────────────────────────────────── */
 
-static int add_type(PyObject *module, const char *name, PyType_Spec *spec)
+int add_type(PyObject *module, const char *name, PyType_Spec *spec)
 {
     PyObject *type = PyType_FromModuleAndSpec(module, spec, NULL);
     int failed = type == NULL || PyModule_AddObjectRef(module, name, type);
@@ -611,7 +626,8 @@ static int fill_module(PyObject *module)
         PyErr_SetString(PyExc_ImportError, "rings are little-endian");
         return -1;
     }
-    return add_type(module, "RequestRing", &request_ring_spec) || add_type(module, "StepRing", &step_ring_spec) ? -1 : 0;
+    return add_type(module, "RequestRing", &request_ring_spec) || add_type(module, "StepRing", &step_ring_spec) ||
+           add_exchange_types(module) ? -1 : 0;
 }
 
 static PyModuleDef_Slot module_slots[] = {{Py_mod_exec, fill_module}, {0, NULL}};

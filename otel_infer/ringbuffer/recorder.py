@@ -96,8 +96,8 @@ class Recorder:
     def stop(self) -> None:
         """Stops recording and releases the rings' locks, so that the reader finishes."""
         self.active = False
-        arena, self.arena, self.requests = self.arena, None, None
-        self._retire_batch_writers()
+        arena = self.arena
+        self._drop_rings()
         if arena is not None:
             arena.close()
 
@@ -127,6 +127,8 @@ class Recorder:
         return not self.arena.is_visible()
 
     def _drop_rings(self) -> None:
+        if self.requests is not None:
+            self.requests.retire()
         self.requests = self.arena = None
         self.maintained_at = 0
         self._retire_batch_writers()

@@ -118,7 +118,8 @@ _COMPILED_LAYOUTS = {
 class RequestWriter:
     """Writer of the request ring, live table and string table of one process; any thread may use it."""
 
-    _compiled: Any = None
+    compiled: Any = None
+    """The compiled ring; None where it is not built."""
     open_below_remote: Callable[[list[tuple[bytes, bytes]], str, int, int, bool, bool], Any] | None = None
     """Opens a request by its ASGI headers in one call; None where the compiled module is not built."""
 
@@ -149,7 +150,7 @@ class RequestWriter:
 
     def _use_compiled_ring(self, native: Any, first_generation: int) -> None:
         """Lets compiled code give away the slots, and write all events that fit one cell, and arrivals."""
-        ring = self._compiled = native.RequestRing(
+        ring = self.compiled = native.RequestRing(
             self.memory,
             self._cells,
             self._live_offset,
@@ -170,13 +171,18 @@ class RequestWriter:
         )
         self.open_below_remote = ring.open_below_remote
 
+    def retire(self) -> None:
+        """Marks the ring as closed, or as the parent process's, for compiled code that still refers to it."""
+        if self.compiled is not None:
+            self.compiled.retired = True
+
     # ── requests in flight ───────────────────────────────────────────────────────────────────────────────────────
 
     @property
     def in_flight(self) -> int:
         """Returns the number of requests that have a slot."""
-        if self._compiled is not None:
-            return int(self._compiled.in_flight)
+        if self.compiled is not None:
+            return int(self.compiled.in_flight)
         return self._slots - len(self._free_slots)
 
     def open_request(self, arrived: events.RequestArrived) -> int:

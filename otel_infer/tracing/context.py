@@ -19,10 +19,12 @@ log = logging.getLogger(__name__)
 """The key of the span in a context."""
 
 _runtime: Any = getattr(otel_context, "_RUNTIME_CONTEXT", otel_context)
-_variable: Any = getattr(_runtime, "_current_context", None)
-if type(_runtime) is ContextVarsRuntimeContext and _variable is not None:
-    current_context, attach, _detach = _variable.get, _variable.set, _variable.reset
-else:  # a runtime context that OTEL_PYTHON_CONTEXT names
+variable: Any = getattr(_runtime, "_current_context", None)
+"""The variable that holds the current context; None for a runtime context that OTEL_PYTHON_CONTEXT names."""
+if type(_runtime) is ContextVarsRuntimeContext and variable is not None:
+    current_context, attach, _detach = variable.get, variable.set, variable.reset
+else:
+    variable = None
     current_context, attach, _detach = _runtime.get_current, _runtime.attach, _runtime.detach
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextvars import ContextVar
 from typing import Any
 
@@ -17,6 +17,7 @@ from otel_infer.ringbuffer import events
 from otel_infer.ringbuffer.recorder import recorder
 from otel_infer.tracing import context
 from otel_infer.tracing.pending_spans import PendingProviderSpans, end_spans
+from otel_infer.tracing.request_state import RequestState
 from otel_infer.tracing.span_ids import LazySpanIds, Limits, SpanFactory, SpanIds
 from otel_infer.tracing.user_mistakes import ignore_mistakes
 
@@ -26,29 +27,20 @@ MAX_SHORT_NAME = 30
 """Characters of a name whose UTF-8 fits the string table (126 bytes) in any script."""
 
 
-class RequestSpan(trace.Span):
+class RequestSpan(RequestState, trace.Span):
     """A request in flight: a live span of the API, through which instrumentors record the request's events.
 
-    All `*_at` are monotonic ns; 0 = not yet. `tokenizing`: the engine tokenizes now and records that itself.
-    `has_server`: its parent is a SERVER span of this package. `inspect_next_chunk`: the next chunk of the
-    response may be the first, or the first with a token.
+    `tokenizing`: the engine tokenizes now and records that itself.
     """
 
-    # Values that most requests never change are class attributes, which saves a store for each request.
-    ended = is_named = has_forward_name = tokenizing = False
-    responding = tokens_reached = first_token_sent = False
+    is_named = has_forward_name = tokenizing = False
     operation = engine = ""
-    detokenize_ns = 0
-    sends_directly = False
-    """Whether the response's chunks reach the server without a frame of ours."""
-    on_token_reached: Callable[[], None] | None = None
-    """Called once, in any thread, when the first token has reached the part that serves the client."""
     is_forked = False
     """The parent process of this one records the request; what this process does is below it."""
     _attribute_keys: set[str] | None = None
     _event_count = _link_count = 0
-    _has_error_status = _has_ok_status = _is_context_read = False
-    _engine_error = _request_id = _response_id = ""
+    _has_ok_status = _is_context_read = False
+    _request_id = _response_id = ""
     _operation_names = _expected_names = ("", "", "")
     _context: SpanContext | None = None
 
@@ -64,7 +56,6 @@ class RequestSpan(trace.Span):
         self.provider_spans = None if type(ids) is LazySpanIds else ids.provider_spans
         self.handle, self.arrived_at, self.owner = handle, arrived_at, owner
         self.has_server = ids.has_server
-        self.chunks = self.send_wait_ns = 0
         self.inspect_next_chunk = True
 
     @property

@@ -23,16 +23,26 @@ from typing import Any
 
 import otel_infer.tracing  # noqa: F401  (loads OpenTelemetry's API, see `config.propagators`)
 from otel_infer.instrumentation.asgi import event_loop_lag, response_headers, server_connection
-from otel_infer.instrumentation.asgi.exchange import SCOPE_KEY, App, Exchange, Receive, Scope
+from otel_infer.instrumentation.asgi.entry_point import AsgiEntryPoint
+from otel_infer.instrumentation.asgi.exchange import SCOPE_KEY, App, Exchange, Receive
+from otel_infer.instrumentation.asgi.exchange_state import Scope, Send
 from otel_infer.instrumentation.asgi.lifespan import Lifespan
 from otel_infer.instrumentation.asgi.parent_context import (
-    AsgiEntryPoint,
     detach_all,
     has_active_span,
     has_provider,
     is_remote_parent_in_other_trace,
 )
-from otel_infer.instrumentation.asgi.response import Send
+from otel_infer.instrumentation.asgi.plain_requests import (
+    APPLICATION,
+    INCLUDED_ROUTE,
+    ROUTE,
+    ROUTER,
+    compile_entry_point,
+    compile_hook,
+    invalidate_plain_requests,
+    renew_plain_requests,
+)
 from otel_infer.instrumentation.asgi.untraced_exchange import UntracedExchange
 from otel_infer.instrumentation.hooks.instrumentor import Instrumentor
 from otel_infer.instrumentation.hooks.probe import Hook, WrapperFactory
@@ -57,6 +67,7 @@ def configure_asgi(excluded_urls: str, add_headers: bool = False) -> None:
     """
     global _excluded
     response_headers.enabled = add_headers
+    invalidate_plain_requests()
     patterns = []
     for pattern in filter(None, map(str.strip, excluded_urls.split(","))):
         try:
@@ -75,12 +86,16 @@ def wrap(app: App) -> App:
 
     Wrapping an application twice records each request once.
     """
-    return _wrap_app(app, Hook("otel_infer.instrumentation.asgi:wrap"))
+    return _wrap_app(app, Hook("otel_infer.instrumentation.asgi:wrap"), AsgiEntryPoint())
 
 
-def _wrap_app(app: App, hook: Hook) -> App:
+def _make_entry_point(app: App, hook: Hook) -> App:
+    """Returns the application that a server calls in place of `app`; compiled, if that was built."""
     entry_point = AsgiEntryPoint()
+    return compile_entry_point(app, hook, entry_point, _wrap_app(app, hook, entry_point))
 
+
+def _wrap_app(app: App, hook: Hook, entry_point: AsgiEntryPoint) -> App:
     async def traced_app(scope: Scope, receive: Receive, send: Send) -> Any:
         exchange = _begin_exchange(scope, receive, send, hook, entry_point)
         if exchange is None:
@@ -131,9 +146,10 @@ def _begin_exchange(
         exchange.deferred = entry_point.reached_app and (entry_point.has_tracer or has_provider())
         if not exchange.deferred:
             exchange.tokens = exchange.open_request(ambient=False)
-        if exchange.arrived_at > entry_point.watched_until:  # a started timer runs for at least one interval
-            event_loop_lag.watch_event_loop()
-            entry_point.watched_until = exchange.arrived_at + event_loop_lag.CHECK_INTERVAL_NS // 2
+            if not _excluded:
+                renew_plain_requests(exchange)
+        if not entry_point.is_watched:
+            event_loop_lag.watch_event_loop(entry_point)
         return exchange
     except BaseException as exc:
         hook.count_failure(exc)
@@ -148,7 +164,7 @@ def _patch_app_attribute(attribute: str) -> WrapperFactory:
             result = original(self, *args, **kwargs)
             try:
                 if hook.alive:
-                    setattr(self, attribute, _wrap_app(getattr(self, attribute), hook))
+                    setattr(self, attribute, _make_entry_point(getattr(self, attribute), hook))
             except BaseException as exc:
                 hook.mark_failed(exc)
             return result
@@ -196,7 +212,7 @@ def _patch_application(original: App, hook: Hook) -> App:
             if tokens:
                 detach_all(tokens)
 
-    return call_application
+    return compile_hook(APPLICATION, original, hook, call_application)
 
 
 @instrumentor.patch_hot_path("starlette.routing:Router.__call__", reads=ASGI_PARAMETERS, part="starlette")
@@ -215,7 +231,7 @@ def _patch_router(original: App, hook: Hook) -> App:
             if tokens:
                 detach_all(tokens)
 
-    return call_router
+    return compile_hook(ROUTER, original, hook, call_router)
 
 
 def _patch_route(original: App, hook: Hook) -> App:
@@ -227,7 +243,7 @@ def _patch_route(original: App, hook: Hook) -> App:
             exchange.route = self
         return original(self, scope, receive, send)
 
-    return handle_route
+    return compile_hook(ROUTE, original, hook, handle_route)
 
 
 def _patch_included_route(original: App, hook: Hook) -> App:
@@ -246,7 +262,7 @@ def _patch_included_route(original: App, hook: Hook) -> App:
                 hook.count_failure(exc)
         return original(self, scope, receive, send)
 
-    return handle_route
+    return compile_hook(INCLUDED_ROUTE, original, hook, handle_route)
 
 
 def _patch_mount(original: App, hook: Hook) -> App:

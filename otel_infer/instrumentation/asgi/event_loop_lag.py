@@ -4,7 +4,7 @@
 
 A timer is used because every loop has one. Timing asyncio's callbacks one by one would cost time for each
 chunk of each stream, and uvloop's callbacks cannot be timed. The timer costs one wake-up per 50 ms, none
-while no request is in flight. The block may have begun up to 50 ms before the timer was due, so a pause may
+while no request arrives and none is in flight. The block may have begun up to 50 ms before the timer was due, so a pause may
 be that much longer than recorded. The cause is unknown: a loop that waited for a core or for the GIL is as
 late as a blocked one.
 """
@@ -16,36 +16,46 @@ import contextvars
 import threading
 
 from otel_infer import _clock
-from otel_infer.ringbuffer import events
+from otel_infer.instrumentation.asgi.entry_point import AsgiEntryPoint
+from otel_infer.ringbuffer import events, layout
 from otel_infer.ringbuffer.recorder import recorder
 
 CHECK_INTERVAL_NS = 50_000_000
+CHECK_INTERVAL_S = CHECK_INTERVAL_NS / 1e9
 MIN_LAG_NS = 20_000_000
 """Shorter lags are not recorded, because they are not noticed as a frozen server."""
 
 
 class _LagTimer:
-    """A repeating timer on one loop. It stops when no request of this process is in flight."""
+    """A repeating timer on one loop. It stops when no request of this process arrived, and none is in flight.
+
+    `entry_points`: those that it is the timer of.
+    """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
+        self.entry_points: set[AsgiEntryPoint] = set()
+        self._offered = recorder.requests.words[layout.W_OFFERED] if recorder.requests is not None else 0
         # An empty context, because the current one would keep the request alive.
         self._context = contextvars.Context()
-        self._schedule_check()
-
-    def _schedule_check(self) -> None:
         self._due_at = _clock.now() + CHECK_INTERVAL_NS
-        self.loop.call_later(CHECK_INTERVAL_NS / 1e9, self._check_lag, context=self._context)
+        loop.call_later(CHECK_INTERVAL_S, self._check_lag, context=self._context)
 
     def _check_lag(self) -> None:
-        now = _clock.now()
+        now, requests = _clock.now(), recorder.requests
         if now - self._due_at > MIN_LAG_NS:
             recorder.record_pause(events.PAUSE_EVENT_LOOP, self._due_at, now)
-        requests = recorder.requests
-        if requests is not None and requests.in_flight:
-            self._schedule_check()
-        else:
-            _thread_timer.timer = None
+        offered = requests.words[layout.W_OFFERED] if requests is not None else self._offered
+        if offered == self._offered and (requests is None or not requests.in_flight):
+            self._stop()
+            return
+        self._offered, self._due_at = offered, now + CHECK_INTERVAL_NS
+        self.loop.call_later(CHECK_INTERVAL_S, self._check_lag, context=self._context)
+
+    def _stop(self) -> None:
+        _thread_timer.timer = None
+        for entry_point in self.entry_points:
+            entry_point.is_watched = False
 
 
 class _ThreadTimer(threading.local):
@@ -57,9 +67,12 @@ class _ThreadTimer(threading.local):
 _thread_timer = _ThreadTimer()
 
 
-def watch_event_loop() -> None:
-    """Starts the lag timer of the running loop, if none is active. It stops when no request is in flight."""
+def watch_event_loop(entry_point: AsgiEntryPoint | None = None) -> None:
+    """Starts the lag timer of the running loop, if none is active. `entry_point`: where the request arrived."""
     loop = asyncio._get_running_loop()  # None if the loop is not asyncio's
     timer = _thread_timer.timer
     if loop is not None and (timer is None or timer.loop is not loop):
-        _thread_timer.timer = _LagTimer(loop)
+        timer = _thread_timer.timer = _LagTimer(loop)
+    if timer is not None and entry_point is not None:
+        timer.entry_points.add(entry_point)
+        entry_point.is_watched = True

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from otel_infer import _clock
 from otel_infer.config import tenancy
+from otel_infer.instrumentation.asgi.entry_point import AsgiEntryPoint
+from otel_infer.instrumentation.asgi.exchange_state import Message, Scope, Send
 from otel_infer.instrumentation.asgi.outcome import determine_outcome, unwrap_group
 from otel_infer.instrumentation.asgi.parent_context import (
-    AsgiEntryPoint,
     Tokens,
     clear_span_and_baggage,
     detach_all,
@@ -23,14 +23,13 @@ from otel_infer.instrumentation.asgi.parent_context import (
     open_from_headers,
     parse_remote_parent,
 )
-from otel_infer.instrumentation.asgi.response import Message, Response, Send
+from otel_infer.instrumentation.asgi.response import Response
 from otel_infer.instrumentation.asgi.route import encode_method_and_route
 from otel_infer.instrumentation.asgi.server_connection import UNKNOWN_CONNECTION, follow_connection
 from otel_infer.instrumentation.hooks.probe import Hook
 from otel_infer.ringbuffer import events
 from otel_infer.tracing import caller, context, request_span, start
 
-Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 App = Callable[..., Awaitable[Any]]
 
@@ -44,38 +43,24 @@ _now = _clock.now
 class Exchange(Response):
     """One HTTP request and its response. It raises only exceptions of the server or the application.
 
-    `route_error`: the exception that left the routes during the response. Middleware of Starlette may still
-    complete such a response normally.
-    `deferred`: the request is to be opened further in.
+    Plain requests of uvicorn are created by compiled code (`_exchange.c`), which calls these methods for all
+    that is not plain.
     """
 
-    __slots__ = (
-        "arrived_at",
-        "entry_point",
-        "mount_path",
-        "reached_app",
-        "receive",
-        "root_path",
-        "route",
-        "route_error",
-        "scope",
-        "server_receive",
-        "tokens",
-    )
+    __slots__ = ()
 
     def __init__(
         self, scope: Scope, receive: Receive, send: Send, hook: Hook, entry_point: AsgiEntryPoint | None
     ) -> None:
         self.arrived_at = _now()
         self.hook, self.entry_point, self.scope = hook, entry_point, scope
-        self.request: request_span.RequestSpan | None = None
+        self.request = None
         self.deferred = self.reached_app = False
         self.finishing = self.is_direct = self.is_timed = False
         self.status = self.disconnected_at = self.completed_at = self.started_at = 0
-        self.tokens: Tokens = ()
+        self.tokens = ()
         self.root_path, self.mount_path = scope.get("root_path") or "", ""
-        self.route: Any = None
-        self.route_error: Exception | None = None
+        self.route = self.route_error = self.on_response = None
         self.server_receive, self.server_send = receive, send
         # uvicorn drops messages to a client that has left. Only `receive` and this flag show that.
         owner = getattr(send, "__self__", None)
@@ -83,11 +68,8 @@ class Exchange(Response):
             self.connection, self.is_followed = owner, follow_connection(owner, self)
         else:
             self.connection, self.is_followed = UNKNOWN_CONNECTION, False
-        if self.is_followed:
-            self.receive: Any = receive
-            self.send = functools.partial(self.send_and_follow)
-        else:
-            self.receive, self.send = self.receive_and_record, functools.partial(self.send_and_record)
+        self.receive = receive if self.is_followed else self.receive_and_record
+        self.bind_send()
 
     def end(self, exc: BaseException | None) -> None:
         """Closes the request, if it is open, after the application has returned or raised `exc`."""

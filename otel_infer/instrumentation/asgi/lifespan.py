@@ -6,8 +6,8 @@ The startup lasts from the call of the lifespan until it reports completion or f
 from __future__ import annotations
 
 from otel_infer import _clock
-from otel_infer.instrumentation.asgi.exchange import App, Receive, Scope
-from otel_infer.instrumentation.asgi.response import Message, Send
+from otel_infer.instrumentation.asgi.exchange import App, Receive
+from otel_infer.instrumentation.asgi.exchange_state import Message, Scope, Send
 from otel_infer.instrumentation.hooks.probe import Hook
 from otel_infer.ringbuffer import events
 from otel_infer.ringbuffer.recorder import recorder

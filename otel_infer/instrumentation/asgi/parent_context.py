@@ -26,30 +26,6 @@ TRACEPARENT_BYTES, REMOTE_PARENT_BYTES = 55, 26
 _DASH, _NO_TRACE, _NO_SPAN = ord("-"), bytes(16), bytes(8)
 
 
-class AsgiEntryPoint:
-    """The place where a server calls an application, and what earlier requests showed about it.
-
-    `reached_app`: an application that we patch is behind it. `has_tracer`: another instrumentation starts a
-    span in between.
-    `watched_until`: the instant from which its event loop's lag timer is checked again, monotonic ns.
-    """
-
-    __slots__ = ("has_tracer", "reached_app", "watched_until")
-    deferred = False
-
-    def __init__(self) -> None:
-        self.reached_app = self.has_tracer = False
-        self.watched_until = 0
-
-    def enter_application(self, app: Any) -> Tokens:
-        """Stores that the lifespan reached an application that we patch."""
-        self.reached_app = True
-        return ()
-
-    def record_route_error(self, exc: BaseException) -> None:
-        """Does nothing: `Lifespan` records a failed lifespan."""
-
-
 class _HeaderReader(NamedTuple):
     """How the global propagator reads headers.
 
@@ -64,6 +40,11 @@ class _HeaderReader(NamedTuple):
 
 _header_reader = _HeaderReader(None, None, False)
 _had_no_provider = False
+
+
+def reads_w3c_only() -> bool:
+    """Returns whether the global propagator reads the W3C headers and nothing else."""
+    return _get_header_reader().is_w3c
 
 
 def has_provider() -> bool:

@@ -3,73 +3,32 @@
     start, first chunks ─▶ send_and_follow, or send_and_record ─▶ server's send
     further chunks ─▶ server's send
 
-The application holds `send`, a `functools.partial`. Its function is replaced through `__setstate__`, so that
-further chunks reach the server without a frame of ours. That needs hooks on the server, which report the last
-byte and slow readers (`server_connection`). Other servers are timed at each chunk.
+The application holds `send`, which stays the same object when it lets the chunks pass: the compiled exchange, or
+a `functools.partial` whose function is replaced. That needs hooks on the server, which report the last byte and
+slow readers (`server_connection`). Other servers are timed at each chunk.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any
+from collections.abc import Awaitable, MutableMapping
 
 from otel_infer import _clock
 from otel_infer.instrumentation.asgi import response_headers
+from otel_infer.instrumentation.asgi.exchange_state import ExchangeState, Message
 from otel_infer.instrumentation.asgi.server_connection import (
     UNKNOWN_CONNECTION,
     follow_stream,
 )
-from otel_infer.instrumentation.hooks.probe import Hook
 from otel_infer.ringbuffer import events
 from otel_infer.tracing import request_span
-
-Message = MutableMapping[str, Any]
-Send = Callable[[Message], Awaitable[None]]
 
 _now = _clock.now
 
 
-class Response:
-    """The response of one exchange, which `Exchange` extends by the request.
+class Response(ExchangeState):
+    """The response of one exchange, which `Exchange` extends by the request."""
 
-    `request`: None where nothing is recorded, and after it was closed. `finishing`: the last byte is being
-    sent or was sent. `disconnected_at`, `completed_at`: when the client was found to be gone, and when the
-    last byte was handed over; monotonic ns, 0 = not yet. `started_at`: when sending of the only chunk began.
-    `is_direct`: chunks pass without a frame of ours. `is_timed`: the server has no hooks that allow it.
-    `is_followed`: the server reports the last byte of every response, not of streams only.
-    """
-
-    __slots__ = (
-        "completed_at",
-        "connection",
-        "deferred",
-        "disconnected_at",
-        "finishing",
-        "hook",
-        "is_direct",
-        "is_followed",
-        "is_timed",
-        "request",
-        "send",
-        "server_send",
-        "started_at",
-        "status",
-    )
-
-    hook: Hook
-    server_send: Send
-    request: request_span.RequestSpan | None
-    finishing: bool
-    deferred: bool
-    is_direct: bool
-    is_followed: bool
-    is_timed: bool
-    status: int
-    disconnected_at: int
-    completed_at: int
-    started_at: int
-    connection: Any
-    send: Any
+    __slots__ = ()
 
     def send_and_follow(self, message: Message) -> Awaitable[None]:
         """Calls the server's `send`, where the server reports the last byte: no coroutine of ours is awaited."""
@@ -148,17 +107,14 @@ class Response:
                 self.is_timed = True
                 return
             self.is_direct = request.sends_directly = True
-        request.on_token_reached = None if request.first_token_sent else self._inspect_next_chunk
-        self.send.__setstate__((self.server_send, (), {}, None))
+        request.on_token_reached = None if request.first_token_sent else self.inspect_next_chunk
+        self.passes = True
         if request.inspect_next_chunk:  # another thread has set it just now
-            self._inspect_next_chunk()
+            self.passes = False
 
-    def _inspect_next_chunk(self) -> None:
+    def inspect_next_chunk(self) -> None:
         """Lets the next chunk pass through this object again, because it may be the first with a token."""
-        send = self.send
-        if send is not None:  # the exchange has not ended just now
-            own = self.send_and_follow if self.is_followed else self.send_and_record
-            send.__setstate__((own, (), {}, None))
+        self.passes = False
 
     def record_disconnect(self, at: int) -> None:
         """Stores when the client was found to be gone, unless it is known."""

@@ -27,7 +27,15 @@ _hooks: dict[str, Hook] = {}
 
 
 class DirectResponse(Protocol):
-    """A response whose chunks the application hands to the server directly."""
+    """A response whose chunks the application hands to the server directly.
+
+    `on_response`: what the server called at the last byte before `end_response` took its place.
+    """
+
+    on_response: Callable[[], None] | None
+
+    def end_response(self) -> None:
+        """Closes the request, whose last byte was written, and calls `on_response`."""
 
     def record_disconnect(self, at: int) -> None:
         """Stores when the client left."""
@@ -54,15 +62,11 @@ def follow_connection(cycle: Any, response: DirectResponse) -> bool:
     hook, flow = _hooks.get(module), _hooks.get(FLOWS.get(module, ""))
     if hook is None or flow is None or not (hook.alive and flow.alive):
         return False
-    on_response = getattr(cycle, "on_response", None)
-    if on_response is None:  # another release of uvicorn
+    response.on_response = getattr(cycle, "on_response", None)
+    if response.on_response is None:  # another release of uvicorn
         return False
-
-    def end_response() -> None:
-        response.record_last_byte(_clock.now())
-        on_response()
-
-    cycle.otel_infer_response, cycle.on_response = response, end_response  # the cycle ends with the response
+    # The reference cycle ends with the response.
+    cycle.otel_infer_response, cycle.on_response = response, response.end_response
     return True
 
 

@@ -750,7 +750,7 @@ async def test_malformed_message_does_not_affect_the_next_request(watched: Watch
 
 async def test_removed_hook_only_calls_the_application(watched: Watched) -> None:
     hook = Hook("test")
-    app = asgi._wrap_app(sending(START, LAST), hook)
+    app = asgi._make_entry_point(sending(START, LAST), hook)
     hook.alive = False
     await Client().ask(app)
     assert watched.requests == []

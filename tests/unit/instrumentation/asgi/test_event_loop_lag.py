@@ -16,6 +16,8 @@ import pytest
 
 from otel_infer import _clock
 from otel_infer.instrumentation.asgi import event_loop_lag
+from otel_infer.instrumentation.asgi.entry_point import AsgiEntryPoint
+from otel_infer.ringbuffer import layout
 from otel_infer.ringbuffer.recorder import recorder
 
 MS = 1_000_000
@@ -47,7 +49,7 @@ class Loop:
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
     pauses: list[tuple[str, int, int]] = []
     monkeypatch.setattr(recorder, "record_pause", lambda *pause: pauses.append(pause))
-    monkeypatch.setattr(recorder, "requests", SimpleNamespace(in_flight=1))
+    monkeypatch.setattr(recorder, "requests", SimpleNamespace(in_flight=1, words={layout.W_OFFERED: 1}))
     return pauses
 
 
@@ -84,12 +86,34 @@ def test_timer_stops_without_requests_in_flight(
     loop: Loop, pauses: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     event_loop_lag.watch_event_loop()
-    monkeypatch.setattr(recorder, "requests", SimpleNamespace(in_flight=0))
+    monkeypatch.setattr(recorder, "requests", SimpleNamespace(in_flight=0, words={layout.W_OFFERED: 1}))
     loop.run_next_timer(late_ms=70)
     assert loop.timers == []
     assert len(pauses) == 1  # the request ended while the loop was blocked
     event_loop_lag.watch_event_loop()
     assert len(loop.timers) == 1
+
+
+def test_timer_runs_while_requests_arrive(
+    loop: Loop, pauses: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    event_loop_lag.watch_event_loop()
+    for offered in (2, 3):
+        words = {layout.W_OFFERED: offered}
+        monkeypatch.setattr(recorder, "requests", SimpleNamespace(in_flight=0, words=words))
+        loop.run_next_timer(late_ms=0)
+    assert len(loop.timers) == 1
+
+
+def test_stopped_timer_tells_the_entry_points_it_watched(
+    loop: Loop, pauses: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry_point = AsgiEntryPoint()
+    event_loop_lag.watch_event_loop(entry_point)
+    assert entry_point.is_watched
+    monkeypatch.setattr(recorder, "requests", None)
+    loop.run_next_timer(late_ms=0)
+    assert not entry_point.is_watched
 
 
 def test_new_loop_gets_its_own_timer(loop: Loop, pauses: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,44 @@
+"""The place where a server calls an application, and what earlier requests showed about it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from otel_infer.instrumentation.asgi.parent_context import Tokens
+from otel_infer.ringbuffer.native import native
+
+
+class PythonEntryPoint:
+    """The fields that compiled code reads and writes as well."""
+
+    has_tracer: bool = False
+    reached_app: bool = False
+    is_watched: bool = False
+    app: Any = None
+    call_slowly: Any = None
+    hook: Any = None
+    plain: Any = None
+
+
+if TYPE_CHECKING or native is None:
+    EntryPoint = PythonEntryPoint
+else:
+    EntryPoint = native.EntryPoint
+
+
+class AsgiEntryPoint(EntryPoint):
+    """An entry point. Where it is compiled, it is also the application that the server calls.
+
+    `reached_app`: an application that we patch is behind it. `has_tracer`: another instrumentation starts a
+    span in between. `is_watched`: a timer measures the lag of its event loop.
+    """
+
+    deferred = False
+
+    def enter_application(self, app: Any) -> Tokens:
+        """Stores that the lifespan reached an application that we patch."""
+        self.reached_app = True
+        return ()
+
+    def record_route_error(self, exc: BaseException) -> None:
+        """Does nothing: `Lifespan` records a failed lifespan."""

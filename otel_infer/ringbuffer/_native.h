@@ -1,0 +1,53 @@
+/* What the compiled parts share: the request ring, its clock and its cells. */
+#ifndef OTEL_INFER_NATIVE_H
+#define OTEL_INFER_NATIVE_H
+#define PY_SSIZE_T_CLEAN
+#define Py_LIMITED_API 0x030B0000
+#include <Python.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+#include <structmember.h>
+#include <time.h>
+
+typedef struct {
+    PyObject_HEAD
+    Py_buffer memory;
+    uint64_t cells, next_cell;
+    long long live_offset, slots, in_flight;
+    uint32_t *free_slots;  /* a queue of slot numbers, behind it the generation of each slot */
+    uint32_t first_free;
+    uint64_t random[4];
+    int arrival_code;
+    char retired;  /* it belongs to the parent process, or is closed: nothing may be written */
+    PyObject *layouts;  /* event type → bytes that hold a Layout */
+    PyObject *strings, *intern, *write_long;
+} RequestRing;
+
+enum { PARENT_BYTES = 26, HAS_NO_PARENT = 0, HAS_PARENT = 1, NOT_PLAIN = 2 };
+
+/* A request that was opened below its SERVER span: ids of the trace, the request span, its parent and the SERVER span. */
+typedef struct {
+    char trace[16], span[8], parent[8], server[8];
+    char remote[PARENT_BYTES];  /* version, trace id, span id and flags of a `traceparent` */
+    char has_remote;
+    uint16_t flags;
+    uint32_t handle;
+} OpenedRequest;
+
+int64_t read_clock(void);
+
+/* Opens a request by its ASGI headers. Returns 0; 1 if the propagators must read them; -1 after an exception. */
+int open_by_headers(RequestRing *ring, PyObject *headers, PyObject *name, int64_t at, uint16_t flags,
+                    int root_sampled, int follows_parent, OpenedRequest *opened);
+
+/* Writes an event of one cell; `body` has 40 bytes. */
+void write_cell(RequestRing *ring, int code, uint32_t handle, const char *body);
+int intern_text(RequestRing *ring, PyObject *text, uint32_t *id);
+void free_slot(RequestRing *ring, uint32_t handle);
+
+/* The types of `instrumentation/asgi/_exchange.c`. */
+int add_exchange_types(PyObject *module);
+int add_type(PyObject *module, const char *name, PyType_Spec *spec);
+
+#endif

@@ -1,0 +1,44 @@
+"""The fields of a request span that compiled code reads and writes as well.
+
+They are attributes of a compiled base class where that was built, of a Python class elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from opentelemetry.context import Context
+
+from otel_infer.ringbuffer.native import native
+from otel_infer.tracing.pending_spans import ProviderSpans
+from otel_infer.tracing.span_ids import LazySpanIds, SpanIds
+
+
+class PythonRequestState:
+    """The fields, with values that most requests never change as class attributes: no store for each request.
+
+    `*_at`, `*_ns`: monotonic ns; 0 = not yet. `has_server`: its parent is a SERVER span of this package.
+    `inspect_next_chunk`: the next chunk of the response may be the first, or the first with a token.
+    `sends_directly`: the response's chunks reach the server without a frame of ours. `on_token_reached`: called
+    once, in any thread, when the first token has reached the part that serves the client.
+    """
+
+    _span_ids: SpanIds | LazySpanIds
+    around: Context
+    owner: str
+    handle: int
+    arrived_at: int
+    has_server: bool
+    provider_spans: ProviderSpans | None = None
+    on_token_reached: Callable[[], None] | None = None
+    _engine_error: str | None = None
+    chunks = send_wait_ns = detokenize_ns = 0
+    ended = inspect_next_chunk = responding = tokens_reached = first_token_sent = sends_directly = False
+    _has_error_status = False
+
+
+if TYPE_CHECKING or native is None:
+    RequestState = PythonRequestState
+else:
+    RequestState = native.RequestState
