@@ -2,8 +2,7 @@
 
     make the model ─ start one server ─ check the set-up ─ 1, 32, 128 streams: rounds of blocks in each state
 
-All of it fits into one command of ten minutes. Rows and rounds are saved after each round, so a command that is stopped leaves
-the rows of its rounds.
+All of it fits into one command of ten minutes. Rows are saved after each round, so they remain if the command is stopped.
 """
 
 from __future__ import annotations
@@ -137,7 +136,7 @@ def has_time(result: ServerResult, seconds: float) -> bool:
 
 def check_setup(server: SwitchedServer, is_on_gpu: bool) -> None:
     """Switches to each state once. Raises RuntimeError if a process does not obey, or if a GPU has no marks or no CUDA
-    graphs: all later minutes would be wasted."""
+    graphs. Then nothing else is measured."""
     began = time.monotonic()
     for state in (OFF, UNMARKED, ON):
         server.set_hooks(state)

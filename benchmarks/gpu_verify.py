@@ -5,8 +5,8 @@
 Writes FOLDER/gpu-<name>.json, the table as Markdown, and recording-<name>.json, which ordinary tests replay. Exit
 status 1 if a gate failed, 2 without a GPU. `tests/gpu` asserts the gates.
 
-The part `whole` runs only if `--only` names it, because it takes 9 minutes: `transformers serve` with 1, 32 and 128 streams. It
-writes FOLDER/whole-gpu-<name>.json, the table as Markdown, and the rounds of each load in FOLDER/rounds.
+The part `whole` is `transformers serve` with 1, 32 and 128 streams. It takes nine minutes, so it runs only if `--only` names it.
+It writes FOLDER/whole-gpu-<name>.json, the table as Markdown, and the rounds of each load in FOLDER/rounds.
 """
 
 from __future__ import annotations

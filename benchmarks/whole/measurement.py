@@ -59,6 +59,7 @@ class ServerResult:
     rounds: list[dict[str, dict[str, float]]] = field(default_factory=list)
     rounds_s: float = 0.0
     is_complete: bool = False
+    environment: dict[str, str] = field(default_factory=dict)
 
     def save(self, path: Path) -> None:
         """Writes the result; a reader never sees half of it."""
@@ -88,6 +89,7 @@ def measure_server(
     """Measures the parts that the result lacks."""
     if result.is_complete:
         return
+    result.environment = machine.describe_machine()
     with start_server(served, model) as (server, folder), run_load(served, model, server, folder) as load:
         warm = warm_up(served, server, load, plan.warm_up_s)
         if not result.sidecar:

@@ -43,8 +43,16 @@ class ServedLoad:
 
 def list_servers() -> list[ServedLoad]:
     """Returns the servers that this Python environment can run: vLLM's where vLLM is installed, else the others."""
-    if importlib.util.find_spec("vllm"):
-        return [_serve_vllm(number) for number in (8, 32)]
+    return list_vllm_servers() if importlib.util.find_spec("vllm") else list_other_servers()
+
+
+def list_vllm_servers() -> list[ServedLoad]:
+    """Returns the servers that need vLLM."""
+    return [_serve_vllm(number) for number in (8, 32)]
+
+
+def list_other_servers() -> list[ServedLoad]:
+    """Returns the servers that do not need vLLM."""
     return [
         *(serve_transformers(number) for number in (1, 8, 32, 128)),
         *(_serve_generate(number) for number in (1, 4)),
