@@ -26,7 +26,7 @@ from benchmarks.whole.servers import ServedLoad
 from benchmarks.whole.switched_server import OFF, ON, UNMARKED, SwitchedServer
 from otel_infer.cli.demo.model import make_demo_model
 
-ON_GPU = "--device cuda --dtype bfloat16 --cb-use-cuda-graph --cb-num-blocks 1024 --cb-max-batch-tokens 512"
+ON_GPU = "--device cuda --dtype bfloat16 --cb-use-cuda-graph --cb-num-blocks 512 --cb-max-batch-tokens 512"
 LOSSES = (
     Loss("rate", "{unit}s/s lost", 1.0, is_more_worse=False),
     Loss("gap_p50", "gap between tokens, p50", 1.0),

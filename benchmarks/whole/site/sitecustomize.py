@@ -13,7 +13,7 @@ import sys
 import threading
 from pathlib import Path
 
-_obeyed = _marked = 0
+_obeyed = _marked = _marked_before = 0
 _may_mark = None
 
 
@@ -41,13 +41,16 @@ def _switch_hooks(number: int, frame: object) -> None:
 
 def _switch_marks(is_on: bool) -> None:
     """Stops the marks as `OTEL_INFER_DEVICE_TIMING=off` does, or permits them if they were permitted at the start."""
-    global _marked, _may_mark
+    global _may_mark, _marked, _marked_before
     timing = sys.modules["otel_infer.gpu.timing"].timing
+    worker = timing._worker
+    timelines = [timeline for _, timeline, _ in worker._active_timelines] if worker else []
+    _marked = _marked_before + sum(timeline.begun for timeline in timelines)
     if _may_mark is None:
         _may_mark = timing.is_on
-    worker = timing._worker
-    _marked += sum(timeline.begun for _, timeline, _ in worker._active_timelines) if worker else 0
-    timing.stop()
+    if not is_on:
+        timing.stop()
+        _marked_before = _marked
     timing.is_on = is_on and _may_mark
 
 
