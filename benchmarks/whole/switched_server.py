@@ -113,7 +113,7 @@ class SwitchedServer:
                 time.sleep(0.005)
         self.acknowledged = [now for pid in pids if (now := self._read_state(pid))]
         if not any(process.integrations for process in self.acknowledged):
-            raise RuntimeError("no process of the server has hooks")
+            raise RuntimeError(f"no process of the server has hooks\n{self.read_log()}")
 
     @property
     def marked_steps(self) -> int:
