@@ -4,6 +4,9 @@
 
 Writes FOLDER/gpu-<name>.json, the table as Markdown, and recording-<name>.json, which ordinary tests replay. Exit
 status 1 if a gate failed, 2 without a GPU. `tests/gpu` asserts the gates.
+
+The part `whole` is `transformers serve` with 1, 32 and 128 streams. It takes nine minutes, so it runs only if `--only` names it.
+It writes FOLDER/whole-gpu-<name>.json, the table as Markdown, and the rounds of each load in FOLDER/rounds.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ RESULTS = Path(__file__).parent / "results"
 STEP_OVERHEAD, HOST_COST_US, DURATION_US, END_US = 1.0, 12.0, 5.0, 25.0
 """Gates: % of a step, µs of the host per step, and errors (µs) at p95."""
 CALLS = 2000
+ONLY_IF_NAMED = ("whole",)
 
 
 def main() -> int:
@@ -37,20 +41,25 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=RESULTS, metavar="FOLDER")
     parser.add_argument("--only", nargs="+", choices=tuple(PARTS), metavar="PART", help=", ".join(PARTS))
     arguments = parser.parse_args()
+    parts = arguments.only or [name for name in PARTS if name not in ONLY_IF_NAMED]
     import torch
 
     if not torch.cuda.is_available():
-        print("no CUDA device: nothing was verified", file=sys.stderr)
+        print(f"no CUDA device; skipped: {', '.join(parts)}", file=sys.stderr)
         return 2
     torch.set_grad_enabled(False)
     lines: list[Line] = []
-    for name in arguments.only or PARTS:
+    without_server: list[Line] = []
+    environment = describe_device(torch)
+    for name in parts:
         began = time.monotonic()
-        lines += PARTS[name](arguments.out)
+        measured = PARTS[name](arguments.out)
         torch.cuda.empty_cache()
         print(f"{name}: {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
-    environment = describe_device(torch)
-    _write_results(arguments.out, lines, environment)
+        lines += measured
+        if name not in ONLY_IF_NAMED:
+            without_server += measured
+            write_results(arguments.out, "gpu", without_server, environment)
     from benchmarks.__main__ import show_lines
 
     show_lines(lines, environment)
@@ -84,14 +93,15 @@ def make_slug(name: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
-def _write_results(folder: Path, lines: list[Line], environment: dict[str, str]) -> None:
+def write_results(folder: Path, kind: str, lines: list[Line], environment: dict[str, str]) -> None:
+    """Writes the rows as JSON and as a table in Markdown."""
     folder.mkdir(parents=True, exist_ok=True)
-    name = make_slug(environment["GPU"])
-    verdict.save_lines(lines, folder / f"gpu-{name}.json", environment)
+    name = f"{kind}-{make_slug(environment['GPU'])}"
+    verdict.save_lines(lines, folder / f"{name}.json", environment)
     rows = ["| claim | gate | measured | bounds | control | verdict |", "|---|---|---|---|---|---|"]
     rows += ["| " + " | ".join(row) + " |" for row in verdict.format_rows(lines)]
     description = ", ".join(f"{key} {value}" for key, value in environment.items())
-    (folder / f"gpu-{name}.md").write_text(f"Measured on: {description}.\n\n" + "\n".join(rows) + "\n")
+    (folder / f"{name}.md").write_text(f"Measured on: {description}.\n\n" + "\n".join(rows) + "\n")
 
 
 # ── the cost of each call ─────────────────────────────────────────────────────────────────────────────────────────
@@ -242,12 +252,25 @@ def check_safety(out: Path) -> list[Line]:
     return gpu_safety.check_safety()
 
 
+def measure_whole(out: Path) -> list[Line]:
+    """Switches hooks and marks in a running `transformers serve`. The rows until then are written after each round."""
+    import torch
+
+    from benchmarks import gpu_server
+
+    environment = describe_device(torch)
+    return gpu_server.measure(
+        out / "rounds", lambda lines: write_results(out, "whole-gpu", lines, environment)
+    )
+
+
 PARTS: dict[str, Callable[[Path], list[Line]]] = {
     "calls": measure_calls,
     "clocks": measure_clocks,
     "accuracy": accuracy,
     "overhead": measure_overhead,
     "safety": check_safety,
+    "whole": measure_whole,
 }
 
 if __name__ == "__main__":

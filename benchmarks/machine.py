@@ -14,7 +14,7 @@ from pathlib import Path
 PACE_TURNS = 5000
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _KEPT_BYTES = 1 << 30
-PACKAGES = ("transformers", "torch", "opentelemetry-sdk", "protobuf", "numpy", "isal")
+PACKAGES = ("vllm", "transformers", "torch", "opentelemetry-sdk", "protobuf", "numpy", "isal")
 
 
 def describe_machine() -> dict[str, str]:

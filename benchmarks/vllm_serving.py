@@ -170,7 +170,7 @@ def _measure_switched(model: Path, folder: Path, receiver: Receiver, rounds: int
         receiver.read_counts()
         for number in range(1, rounds + 1):
             for state in (ON, OFF, CONTROL, ON) if number % 2 else (OFF, ON, ON, CONTROL):
-                server.set_hooks(state == ON)
+                server.set_hooks(ON if state == ON else OFF)
                 time.sleep(SETTLE_S)
                 times[state].append(asyncio.run(_run_load(server.port, number)))
         time.sleep(3)

@@ -1,4 +1,5 @@
-"""Writes the pages of docs/ that follow from the code: settings, commands, spans and metrics, causes, attributes, alerts.
+"""Writes the pages of docs/ that follow from the code: settings, commands, spans and metrics, causes, attributes, alerts. Writes the
+tables of a page that follow from committed results: whole servers.
 
 `--check` only compares. A test runs it with `--check`, so that a page never differs from the code.
 """
@@ -12,7 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from scripts.docs_pages import alerts, attributes, reference  # noqa: E402
+from scripts.docs_pages import alerts, attributes, reference, whole_servers  # noqa: E402
 
 DOCS = ROOT / "docs"
 MADE = "<!-- made by scripts/generate_docs.py; do not edit -->\n\n"
@@ -25,8 +26,20 @@ PAGES = {
     "reference/telemetry.md": reference.build_telemetry_page,
 }
 
+SECTIONS = {("operate/cost.md", "whole servers"): whole_servers.build_whole_section}
+"""Parts of pages that are otherwise written by hand, between two comments with their name."""
 COMPARED_ON = {"reference/commands.md": (3, 11)}
 """The wording of argparse's help differs by Python version, so this page is compared on one of them only."""
+
+
+def replace_section(page: str, name: str, section: str) -> str:
+    """Returns the page with this text between the two comments. Raises ValueError if the page lacks them."""
+    begin, end = f"<!-- {name}: begin -->\n", f"<!-- {name}: end -->"
+    before, found, rest = page.partition(begin)
+    _, closed, after = rest.partition(end)
+    if not (found and closed):
+        raise ValueError(f"there is no {begin.strip()} … {end}")
+    return f"{before}{begin}{section}{end}{after}"
 
 
 def main() -> int:
@@ -39,6 +52,13 @@ def main() -> int:
             continue
         path, text = DOCS / name, MADE + make()
         if check and (not path.exists() or path.read_text() != text):
+            stale.append(name)
+        elif not check:
+            path.write_text(text)
+    for (name, section), make in SECTIONS.items():
+        path = DOCS / name
+        text = replace_section(path.read_text(), section, make())
+        if check and path.read_text() != text:
             stale.append(name)
         elif not check:
             path.write_text(text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from benchmarks import verdict
@@ -10,17 +11,22 @@ from benchmarks.verdict import Control, Figure, Gate, Line, make_line
 from benchmarks.whole.gil_samples import SAMPLES
 from benchmarks.whole.measurement import ServerResult
 from benchmarks.whole.servers import ServedLoad
+from benchmarks.whole.switched_server import OFF, ON
 
 GIL_GATE, SIDECAR_GATE, CPU_GATE = Gate(0.8), Gate(0.5), Gate(40.0)
 CORES = 2
 
 
+FigurePair = tuple[dict[str, float], dict[str, float]]
+"""The figures of a round, with hooks and without them."""
+
+
 class Loss(NamedTuple):
-    """A figure of the rounds, how it becomes worse, and the gate for that, %."""
+    """A figure of the rounds, how it becomes worse, and the gate for that, %; None for information."""
 
     figure: str
     claim: str
-    gate: float
+    gate: float | None
     is_more_worse: bool = True
 
 
@@ -45,13 +51,18 @@ LOSSES = (
 def make_lines(served: ServedLoad, result: ServerResult, is_quick: bool) -> list[Line]:
     """Returns the rows of a server."""
     too_short = Control("too short", False) if is_quick else None
-    failed = sum(pair[state]["errors"] for pair in result.rounds for state in ("on", "off"))
-    control = Control(f"{failed:.0f} requests failed", False) if failed else too_short
+    control = check_requests(result) or too_short
     return [
         *(make_estimated_line(loss, control) for loss in estimate_losses(served, result)),
         _make_sidecar_line(served, result, too_short),
         _make_samples_line(served, result, too_short),
     ]
+
+
+def check_requests(result: ServerResult) -> Control | None:
+    """Returns a control that does not hold if a request failed, else None."""
+    failed = sum(figures["errors"] for states in result.rounds for figures in states.values())
+    return Control(f"{failed:.0f} requests failed", False) if failed else None
 
 
 def are_rounds_conclusive(served: ServedLoad, result: ServerResult) -> bool:
@@ -63,30 +74,34 @@ def are_rounds_conclusive(served: ServedLoad, result: ServerResult) -> bool:
     )
 
 
-def estimate_losses(served: ServedLoad, result: ServerResult) -> list[EstimatedLoss]:
-    """Returns what is lost of the load, and the CPU time that the server takes more, by the medians of all rounds."""
-    losses = [
-        _estimate_loss(served, loss, result)
-        for loss in LOSSES
-        if served.kind == "streams" or not loss.figure.startswith("gap")
+def estimate_losses(
+    served: ServedLoad, result: ServerResult, state: str = ON, losses: Sequence[Loss] = LOSSES
+) -> list[EstimatedLoss]:
+    """Returns what is lost of the load in a state, against the server without hooks, and the CPU time that the server takes
+    more, by the medians of all rounds."""
+    pairs = [(states[state], states[OFF]) for states in result.rounds]
+    has_gaps = served.kind == "streams"
+    estimated = [
+        _estimate_loss(served, loss, pairs)
+        for loss in losses
+        if has_gaps or not loss.figure.startswith("gap")
     ]
-    return [*losses, _estimate_cpu(served, result)]
+    return [*estimated, _estimate_cpu(served, pairs)]
 
 
-def _estimate_loss(served: ServedLoad, loss: Loss, result: ServerResult) -> EstimatedLoss:
-    pairs = [(pair["on"][loss.figure], pair["off"][loss.figure]) for pair in result.rounds]
-    shares = [on / off - 1 if loss.is_more_worse else 1 - on / off for on, off in pairs]
+def _estimate_loss(served: ServedLoad, loss: Loss, pairs: Sequence[FigurePair]) -> EstimatedLoss:
+    values = [(on[loss.figure], off[loss.figure]) for on, off in pairs]
+    shares = [on / off - 1 if loss.is_more_worse else 1 - on / off for on, off in values]
     first = "time to the first token" if served.kind == "streams" else "time to the answer"
     claim = f"{served.title}: {loss.claim.format(unit=served.unit, first=first)}"
     figure = verdict.estimate_median(shares).scale_by(100)
-    return EstimatedLoss(claim, "%", figure, Gate(loss.gate), _describe_off(loss, pairs))
+    gate = None if loss.gate is None else Gate(loss.gate)
+    return EstimatedLoss(claim, "%", figure, gate, _describe_off(loss, values))
 
 
-def _estimate_cpu(served: ServedLoad, result: ServerResult) -> EstimatedLoss:
-    figure = verdict.estimate_median(
-        [(pair["on"]["cpu"] - pair["off"]["cpu"]) * 1e6 for pair in result.rounds]
-    )
-    bare = verdict.estimate_median([pair["off"]["cpu"] * 1e6 for pair in result.rounds]).value
+def _estimate_cpu(served: ServedLoad, pairs: Sequence[FigurePair]) -> EstimatedLoss:
+    figure = verdict.estimate_median([(on["cpu"] - off["cpu"]) * 1e6 for on, off in pairs])
+    bare = verdict.estimate_median([off["cpu"] * 1e6 for _, off in pairs]).value
     claim, note = f"{served.title}: CPU of the server per {served.unit}", f"{bare:.0f} µs without hooks"
     return EstimatedLoss(claim, "µs", figure, CPU_GATE if served.is_cpu_gated else None, note)
 

@@ -23,7 +23,7 @@ from benchmarks.receiver import Receiver
 from benchmarks.whole import gil_samples
 from benchmarks.whole.load import Block, Load
 from benchmarks.whole.servers import ServedLoad
-from benchmarks.whole.switched_server import SwitchedServer
+from benchmarks.whole.switched_server import OFF, ON, SwitchedServer
 
 TOP_PLACES = 15
 
@@ -50,7 +50,7 @@ MAX_SETTLE_S, MIN_SETTLE_S, MAX_BACKLOG_S = 8.0, 0.5, 60.0
 
 @dataclass
 class ServerResult:
-    """The measurements of one server. A round has the figures `on` and `off`."""
+    """The measurements of one server. A round has the figures of each state."""
 
     source: str
     sidecar: list[float] = field(default_factory=list)
@@ -59,6 +59,7 @@ class ServerResult:
     rounds: list[dict[str, dict[str, float]]] = field(default_factory=list)
     rounds_s: float = 0.0
     is_complete: bool = False
+    environment: dict[str, str] = field(default_factory=dict)
 
     def save(self, path: Path) -> None:
         """Writes the result; a reader never sees half of it."""
@@ -88,7 +89,8 @@ def measure_server(
     """Measures the parts that the result lacks."""
     if result.is_complete:
         return
-    with run_server(served, model) as (server, load, folder):
+    result.environment = machine.describe_machine()
+    with start_server(served, model) as (server, folder), run_load(served, model, server, folder) as load:
         warm = warm_up(served, server, load, plan.warm_up_s)
         if not result.sidecar:
             result.sidecar = measure_sidecar(server, plan)
@@ -100,18 +102,15 @@ def measure_server(
         settle_s = choose_settle_time(warm)
         block_s = max(plan.block_s, settle_s) if plan is FULL else plan.block_s
         while not _is_done(result, plan, is_conclusive):
-            began = time.monotonic()
-            result.rounds.append(measure_round(server, load, len(result.rounds), settle_s, block_s))
-            result.rounds_s += time.monotonic() - began
+            measure_round(served, server, load, result, settle_s, block_s)
             result.save(path)
-            _print_progress(served, result)
         result.is_complete = True
         result.save(path)
 
 
 @contextlib.contextmanager
-def run_server(served: ServedLoad, model: Path) -> Iterator[tuple[SwitchedServer, Load, Path]]:
-    """Starts the server with its load. Yields both, and a folder for temporary files."""
+def start_server(served: ServedLoad, model: Path) -> Iterator[tuple[SwitchedServer, Path]]:
+    """Starts the server. Yields it, and a folder for temporary files."""
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         receiver = stack.enter_context(Receiver())
@@ -119,10 +118,15 @@ def run_server(served: ServedLoad, model: Path) -> Iterator[tuple[SwitchedServer
         server = SwitchedServer(command, folder, receiver.endpoint, served.variables)
         stack.callback(server.close)
         server.wait_until_ready()
-        options = json.loads(json.dumps(served.options).replace("{model}", str(model)))
-        load = Load(server, served.kind, served.number, options, folder)
-        stack.callback(load.close)
-        yield server, load, folder
+        yield server, folder
+
+
+@contextlib.contextmanager
+def run_load(served: ServedLoad, model: Path, server: SwitchedServer, folder: Path) -> Iterator[Load]:
+    """Runs the clients of a server."""
+    options = json.loads(json.dumps(served.options).replace("{model}", str(model)))
+    with contextlib.closing(Load(server, served.kind, served.number, options, folder)) as load:
+        yield load
 
 
 def warm_up(served: ServedLoad, server: SwitchedServer, load: Load, seconds: float) -> Block:
@@ -160,19 +164,39 @@ def _is_done(result: ServerResult, plan: Plan, is_conclusive: Callable[[ServerRe
 
 
 def measure_round(
-    server: SwitchedServer, load: Load, number: int, settle_s: float, block_s: float
-) -> dict[str, dict[str, float]]:
-    """Measures on, off, off, on (in every other round off, on, on, off), and returns the figures of both states."""
-    blocks: dict[bool, list[Block]] = {True: [], False: []}
-    for is_on in (True, False, False, True) if number % 2 == 0 else (False, True, True, False):
-        server.set_hooks(is_on)
+    served: ServedLoad,
+    server: SwitchedServer,
+    load: Load,
+    result: ServerResult,
+    settle_s: float,
+    block_s: float,
+    states: Sequence[str] = (ON, OFF),
+) -> None:
+    """Measures each state twice, and adds the figures of each to the result."""
+    began, number = time.monotonic(), len(result.rounds)
+    blocks: dict[str, list[Block]] = {state: [] for state in states}
+    marked: list[int] = []
+    for state in order_states(states, number):
+        server.set_hooks(state)
+        marked.append(server.marked_steps)
         time.sleep(settle_s)
-        blocks[is_on].append(load.measure_block(block_s))
-    server.set_hooks(True)
-    return {
-        name: summarize_block(blocks[is_on][0].join(blocks[is_on][1]))
-        for name, is_on in (("on", True), ("off", False))
-    }
+        blocks[state].append(load.measure_block(block_s))
+    server.set_hooks(ON)
+    result.rounds.append(
+        {state: summarize_block(first.join(last)) for state, (first, last) in blocks.items()}
+    )
+    result.rounds[-1][ON]["marked"] = float(server.marked_steps - marked[0])
+    result.rounds_s += time.monotonic() - began
+    rates = ", ".join(f"{figures['rate']:.1f} {state}" for state, figures in result.rounds[-1].items())
+    print(f"{served.name}: round {number + 1}: {served.unit}s/s {rates}", file=sys.stderr, flush=True)
+
+
+def order_states(states: Sequence[str], number: int) -> list[str]:
+    """Returns the order of a round: on, off, off, on; in the next round off, on, on, off. So a steady drift counts for
+    no state, and each of several states is the first one in turn."""
+    first = number % len(states)
+    turned = [*states[first:], *states[:first]]
+    return turned + turned[::-1]
 
 
 def summarize_block(block: Block) -> dict[str, float]:
@@ -192,7 +216,7 @@ def summarize_block(block: Block) -> dict[str, float]:
 
 def measure_sidecar(server: SwitchedServer, plan: Plan) -> list[float]:
     """Returns the CPU time of the sidecar with hooks installed, as a share of one core, by window."""
-    server.set_hooks(True)
+    server.set_hooks(ON)
     pid = server.find_sidecar()
     if pid is None:
         raise RuntimeError(f"the sidecar does not run\n{server.read_log()}")
@@ -206,7 +230,7 @@ def measure_sidecar(server: SwitchedServer, plan: Plan) -> list[float]:
 
 def sample_server(server: SwitchedServer, folder: Path, rate: int, plan: Plan, result: ServerResult) -> None:
     """Samples the server with hooks installed, without stops and then with native frames."""
-    server.set_hooks(True)
+    server.set_hooks(ON)
     pid = server.find_main_process()
     running = (RUNNING_RATE, plan.samples, plan.running_samples_s, gil_samples.NONBLOCKING)
     result.running_samples = describe_shares(*gil_samples.record_samples(pid, folder, *running))
@@ -224,12 +248,3 @@ def describe_shares(shares: gil_samples.GilShares, missing: str) -> dict[str, An
         "processes": shares.processes,
         "missing": missing,
     }
-
-
-def _print_progress(served: ServedLoad, result: ServerResult) -> None:
-    last: Sequence[float] = [result.rounds[-1][state]["rate"] for state in ("on", "off")]
-    print(
-        f"{served.name}: round {len(result.rounds)}: {last[0]:.1f} {served.unit}s/s on, {last[1]:.1f} off",
-        file=sys.stderr,
-        flush=True,
-    )

@@ -31,7 +31,7 @@ def measure(quick: bool, servers: Sequence[str] = ()) -> list[Line]:
         raise SystemExit(f"unknown here: {', '.join(unknown)}; known: {', '.join(known)}")
     gil_samples.find_py_spy()
     rows: list[Line] = []
-    source = _hash_source()
+    source = hash_source()
     plan = measurement.QUICK if quick else measurement.FULL
     with tempfile.TemporaryDirectory() as folder:
         model = make_demo_model(Path(folder) / "tiny", layers=LAYERS, hidden=HIDDEN)
@@ -50,7 +50,7 @@ def measure(quick: bool, servers: Sequence[str] = ()) -> list[Line]:
     return rows
 
 
-def _hash_source() -> str:
+def hash_source() -> str:
     """Returns a hash of the code that is measured, and of the code that measures."""
     digest = hashlib.sha256()
     for folder in (Path(gil_samples.PACKAGE), Path(__file__).parent):

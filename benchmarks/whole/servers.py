@@ -14,6 +14,7 @@ GENERATE, BATCHER, CLASSIFIER = (
     "benchmarks.whole.programs.batcher",
     "benchmarks.whole.programs.classifier",
 )
+ON_CPU = "--device cpu --cb-num-blocks 256 --cb-max-batch-tokens 512"
 CHAT = "/v1/chat/completions"
 DECODE_ONLY = json.dumps({"kv_connector": "DecodeBenchConnector", "kv_role": "kv_both"})
 COUNT_TOKENS = {"include_usage": True, "continuous_usage_stats": True}
@@ -42,10 +43,18 @@ class ServedLoad:
 
 def list_servers() -> list[ServedLoad]:
     """Returns the servers that this Python environment can run: vLLM's where vLLM is installed, else the others."""
-    if importlib.util.find_spec("vllm"):
-        return [_serve_vllm(number) for number in (8, 32)]
+    return list_vllm_servers() if importlib.util.find_spec("vllm") else list_other_servers()
+
+
+def list_vllm_servers() -> list[ServedLoad]:
+    """Returns the servers that need vLLM."""
+    return [_serve_vllm(number) for number in (8, 32)]
+
+
+def list_other_servers() -> list[ServedLoad]:
+    """Returns the servers that do not need vLLM."""
     return [
-        *(_serve_transformers(number) for number in (1, 8, 32, 128)),
+        *(serve_transformers(number) for number in (1, 8, 32, 128)),
         *(_serve_generate(number) for number in (1, 4)),
         _serve_requests("batcher", "a hand-made batcher", BATCHER),
         _serve_requests("forward", "FastAPI + forward", CLASSIFIER),
@@ -60,17 +69,19 @@ def _name_streams(number: int) -> str:
     return f"{number} stream" + "s" * (number > 1)
 
 
-def _serve_transformers(number: int) -> ServedLoad:
-    command = "serve {model} --host 127.0.0.1 --port {port} --device cpu --continuous-batching"
-    sizes = "--cb-num-blocks 256 --cb-max-batch-tokens 512"
+def serve_transformers(
+    number: int, where: str = "", options: str = ON_CPU, tokens: int = TOKENS
+) -> ServedLoad:
+    """Returns `transformers serve` with so many streams. `options`: of its command line."""
     main = (sys.executable, "-c", "from transformers.cli.transformers import main; main()")
+    command = "serve {model} --host 127.0.0.1 --port {port} --continuous-batching"
     return ServedLoad(
         f"transformers-serve-{number}",
-        f"transformers serve, {_name_streams(number)}",
-        (*main, *f"{command} {sizes}".split()),
+        f"transformers serve{where}, {_name_streams(number)}",
+        (*main, *command.split(), *options.split()),
         "streams",
         number,
-        _stream_options(),
+        _stream_options(tokens=tokens),
     )
 
 

@@ -12,6 +12,7 @@ import time
 import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from benchmarks import machine
 
@@ -27,6 +28,20 @@ VARIABLES = {
 }
 
 
+ON, UNMARKED, OFF = "on", "unmarked", "off"
+"""All hooks as installed; without marks on a GPU; no hooks."""
+
+
+class HookState(NamedTuple):
+    """The state of a process, and its counts since its start."""
+
+    obeyed: int
+    state: str
+    integrations: int
+    marked_steps: int
+    captured_graphs: int
+
+
 class SwitchedServer:
     """Starts the server, switches its hooks, and reads the CPU time of its processes."""
 
@@ -36,6 +51,7 @@ class SwitchedServer:
         self.port = find_free_port()
         self.states = folder / "states"
         self.states.mkdir(parents=True)
+        self.acknowledged: list[HookState] = []
         self._log = folder / "server.log"
         kept = {name: value for name, value in os.environ.items() if not name.startswith("OTEL_")}
         output = {"OTEL_EXPORTER_OTLP_ENDPOINT": endpoint, "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf"}
@@ -78,26 +94,36 @@ class SwitchedServer:
         pids = _list_descendants(self._supervisor.pid)
         return next((pid for pid in pids if SIDECAR in _read_command(pid)), None)
 
-    def set_hooks(self, is_on: bool) -> None:
+    def set_hooks(self, state: str) -> None:
         """Installs or removes all hooks, in every process of the server, and waits until each has acknowledged it.
         Raises RuntimeError if a process does not listen, does not acknowledge, or if none has hooks."""
         pids = [pid for pid in self.list_processes() if _is_python(pid)]
         before = {pid: self._read_state(pid) for pid in pids}
-        deaf = [_read_command(pid) for pid, state in before.items() if state is None]
+        deaf = [_read_command(pid) for pid, known in before.items() if known is None]
         if deaf:
             raise RuntimeError(f"a process does not listen: {deaf}")
+        (self.states / "wanted").write_text(state)
         for pid in pids:
-            os.kill(pid, signal.SIGUSR1 if is_on else signal.SIGUSR2)
-        wanted = "on" if is_on else "off"
-        deadline, integrations = time.monotonic() + SWITCH_S, 0
+            os.kill(pid, signal.SIGUSR1)
+        deadline = time.monotonic() + SWITCH_S
         for pid, known in before.items():
-            while (state := self._read_state(pid)) is None or state[:2] != (known[0] + 1, wanted):
+            while (now := self._read_state(pid)) is None or now[:2] != (known.obeyed + 1, state):
                 if time.monotonic() > deadline or not _is_python(pid):
-                    raise RuntimeError(f"{pid} did not acknowledge: {state}, {_read_command(pid)}")
+                    raise RuntimeError(f"{pid} did not acknowledge: {now}, {_read_command(pid)}")
                 time.sleep(0.005)
-            integrations += state[2]
-        if not integrations:
-            raise RuntimeError("no process of the server has hooks")
+        self.acknowledged = [now for pid in pids if (now := self._read_state(pid))]
+        if not any(process.integrations for process in self.acknowledged):
+            raise RuntimeError(f"no process of the server has hooks\n{self.read_log()}")
+
+    @property
+    def marked_steps(self) -> int:
+        """The steps that were marked on a GPU from the start to the last switch."""
+        return sum(process.marked_steps for process in self.acknowledged)
+
+    @property
+    def captured_graphs(self) -> int:
+        """The CUDA graphs that were captured while there were hooks, until the last switch."""
+        return sum(process.captured_graphs for process in self.acknowledged)
 
     def read_cpu_ns(self) -> int:
         """Returns the CPU time of all threads of all processes of the server."""
@@ -114,12 +140,12 @@ class SwitchedServer:
                 os.kill(pid, signal.SIGKILL)
         self._supervisor.wait()
 
-    def _read_state(self, pid: int) -> tuple[int, str, int] | None:
+    def _read_state(self, pid: int) -> HookState | None:
         try:
-            obeyed, state, integrations = (self.states / f"{pid}.state").read_text().split()
+            obeyed, state, *counts = (self.states / f"{pid}.state").read_text().split()
         except FileNotFoundError:
             return None
-        return int(obeyed), state, int(integrations)
+        return HookState(int(obeyed), state, *map(int, counts))
 
 
 def find_free_port() -> int:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from benchmarks.whole.switched_server import SwitchedServer
+from benchmarks.whole.switched_server import OFF, ON, UNMARKED, SwitchedServer
 
+ROOT = Path(__file__).parents[2]
 SERVER = """
 import http.server, multiprocessing, subprocess, sys, time
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -28,6 +30,21 @@ if __name__ == "__main__":
         here.recv()
     if "deaf" in sys.argv:
         subprocess.Popen([sys.executable, "-I", "-c", "import time; time.sleep(600)"])
+    if "marked" in sys.argv:
+        import threading
+        sys.path.insert(0, sys.argv[-1])
+        from otel_infer.gpu.timing import timing
+        from tests.support.fake_device import FakeDevice
+        class Work:
+            def on_device(self, *_):
+                pass
+            on_host = on_device
+        def mark_steps(device=FakeDevice()):
+            timing._find_device = lambda: device
+            while True:
+                timing.end(timing.begin(always=True), Work())
+                time.sleep(0.005)
+        threading.Thread(target=mark_steps, daemon=True).start()
     http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
 
@@ -58,19 +75,30 @@ def read_states(server: SwitchedServer) -> list[str]:
 
 
 def test_every_process_obeys_each_switch(server: SwitchedServer) -> None:
-    server.set_hooks(False)
+    server.set_hooks(OFF)
     states = read_states(server)
     assert len(states) >= 3
     assert {state.split()[1] for state in states} == {"off"}
     assert sum(int(state.split()[2]) > 0 for state in states) >= 3
-    server.set_hooks(True)
+    server.set_hooks(ON)
     assert {state.split()[1] for state in read_states(server)} == {"on"}
+
+
+@pytest.mark.parametrize("server", [("marked", str(ROOT))], indirect=True)
+def test_marks_are_switched_besides_hooks(server: SwitchedServer) -> None:
+    counts = []
+    for state in (ON, UNMARKED, OFF, ON, OFF):
+        server.set_hooks(state)
+        counts.append(server.marked_steps)
+        time.sleep(1)
+    _, on, unmarked, off, on_again = counts
+    assert 0 < on == unmarked == off < on_again
 
 
 @pytest.mark.parametrize("server", [("deaf",)], indirect=True)
 def test_a_process_without_the_switch_is_an_error(server: SwitchedServer) -> None:
     with pytest.raises(RuntimeError, match="does not listen"):
-        server.set_hooks(False)
+        server.set_hooks(OFF)
 
 
 def test_cpu_time_is_of_all_processes(server: SwitchedServer) -> None:
