@@ -6,6 +6,9 @@ A request passes up to three places. The first one it reaches is its arrival and
 * the *application*, if it is a Starlette or a FastAPI.
 * the *router* inside it, behind all middleware.
 
+Where the compiled module was built, these places are compiled too, and complete the plain requests of uvicorn
+(`plain_requests`). The code here knows all cases.
+
 The request is normally opened on arrival, so that it includes the middleware. It is deferred if another HTTP
 instrumentation may start a SERVER span further in. Then it is opened where that span is current, as its
 child.
