@@ -80,8 +80,10 @@ class MergedReader:
     def add_rings_of_known_files(self) -> None:
         """Adds step rings that came into use in files that are open."""
         for process in self._processes.values():
-            if not all(file.is_complete for file in process.step_files):
-                self._add_new_step_rings(process)
+            for file in process.step_files:
+                if not file.is_complete:
+                    self._add_new_step_rings(process)
+                    break
 
     def _open_ring(self, path: Path, key: str, now: int) -> None:
         try:
@@ -196,11 +198,13 @@ class MergedReader:
 
     def are_filled_above(self, share: float) -> bool:
         """Returns whether more than this share of any ring was written since the last poll; 0: anything."""
-        return any(
-            process.reader.is_filled_above(share)
-            or any(steps.is_filled_above(share) for steps in process.engines)
-            for process in self._processes.values()
-        )
+        for process in self._processes.values():  # no generators, whose code is cold at each wake-up
+            if process.reader.is_filled_above(share):
+                return True
+            for steps in process.engines:
+                if steps.is_filled_above(share):
+                    return True
+        return False
 
     def has_dead_writers(self, now: int) -> bool:
         """Returns whether a process has ended whose rings are open; `poll` removes them. At most every 250 ms."""
@@ -212,7 +216,10 @@ class MergedReader:
     @property
     def has_engines(self) -> bool:
         """Returns whether a process has engine threads."""
-        return any(process.engines for process in self._processes.values())
+        for process in self._processes.values():
+            if process.engines:
+                return True
+        return False
 
     def has_small_rings(self) -> bool:
         """Returns whether there are step rings that soon fill up, because many threads run steps."""
@@ -259,7 +266,11 @@ class MergedReader:
 
     def list_pending_flushes(self) -> list[tuple[int, int]]:
         """Returns (process, request number) of every flush that a writer waits for."""
-        return [(p.ring, p.pending_flush) for p in self._processes.values() if p.pending_flush]
+        pending: list[tuple[int, int]] = []
+        for process in self._processes.values():
+            if number := process.pending_flush:
+                pending.append((process.ring, number))
+        return pending
 
     def complete_flushes(self, flushes: list[tuple[int, int]], refused: Collection[int] = ()) -> None:
         """Marks these flushes as done; `refused`: rings of processes of which a receiver refused something."""

@@ -6,6 +6,7 @@ end of a request only if the request failed in it. No event that could have ende
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from bisect import bisect_left, bisect_right
 from operator import attrgetter, itemgetter
 from typing import NamedTuple
@@ -18,6 +19,7 @@ from otel_infer.ringbuffer import events
 
 Attributes = dict[str, events.Value]
 Interval = tuple[int, int]
+DescribeStage = Callable[[OpenRequest, int, int], Attributes]
 NO_INTERVAL: Interval = (0, 0)
 
 
@@ -49,17 +51,17 @@ def build_stages(record: RequestRecord, request: OpenRequest, milestones: Milest
     names = {stage.name for stage in stages}
     later_starts = [stage.started_at for stage in stages]
     later_starts += [at for at in (milestones.submitted_at, milestones.scheduled_at) if at]
-    derived = (
+    derived: list[tuple[str, Interval, DescribeStage | None]] = [
         (semconv.SPAN_INGRESS, _ingress_interval(record, request, milestones, later_starts), None),
-        (semconv.SPAN_QUEUE, _queue_interval(record, milestones), _queue_attributes),
-        (semconv.SPAN_PREFILL, _prefill_interval(record, milestones, names), _prefill_attributes),
-        (semconv.SPAN_DECODE, _decode_interval(record, milestones), _decode_attributes),
-        (
-            semconv.SPAN_POSTPROCESS,
-            _postprocess_interval(record, request, milestones, bool(later_starts)),
-            _egress_attributes,
-        ),
-    )
+    ]
+    if milestones.submitted_at or milestones.scheduled_at or milestones.first_token_at:
+        derived += (
+            (semconv.SPAN_QUEUE, _queue_interval(record, milestones), _queue_attributes),
+            (semconv.SPAN_PREFILL, _prefill_interval(record, milestones, names), _prefill_attributes),
+            (semconv.SPAN_DECODE, _decode_interval(record, milestones), _decode_attributes),
+        )
+    ended_with = _postprocess_interval(record, request, milestones, bool(later_starts))
+    derived.append((semconv.SPAN_POSTPROCESS, ended_with, _egress_attributes))
     for name, (began, ended), describe in derived:
         if began < ended and name not in names:
             stages.append(Stage(name, began, ended, describe(request, began, ended) if describe else {}))

@@ -10,13 +10,8 @@ from typing import Any, NamedTuple, Union
 
 import numpy as np
 
+from otel_infer._deflate import deflate
 from otel_infer.ringbuffer.events import Value as AttributeValue
-
-deflate: Any
-try:  # igzip: the same format for a tenth of the CPU
-    from isal import isal_zlib as deflate
-except ImportError:
-    import zlib as deflate
 
 _U64_MASK = 0xFFFF_FFFF_FFFF_FFFF
 _SMALL_VARINTS = tuple(bytes((value,)) for value in range(128))

@@ -135,7 +135,8 @@ def duration_attributes(record: RequestRecord) -> dict[str, float]:
     durations = {semconv.TTFT: record.ttft_ns / 1e9} if record.ttft_ns else {}
     if record.breakdown is not None and record.operation:
         keys = semconv.LATENCY_BY_CAUSE
-        durations.update([(keys[cause], length / 1e9) for cause, length in record.breakdown.causes.items()])
+        for cause, length in record.breakdown.causes.items():
+            durations[keys[cause]] = length / 1e9
     return durations
 
 
