@@ -216,10 +216,7 @@ class MergedReader:
     @property
     def has_engines(self) -> bool:
         """Returns whether a process has engine threads."""
-        for process in self._processes.values():
-            if process.engines:
-                return True
-        return False
+        return any(process.engines for process in self._processes.values())
 
     def has_small_rings(self) -> bool:
         """Returns whether there are step rings that soon fill up, because many threads run steps."""
@@ -266,11 +263,7 @@ class MergedReader:
 
     def list_pending_flushes(self) -> list[tuple[int, int]]:
         """Returns (process, request number) of every flush that a writer waits for."""
-        pending: list[tuple[int, int]] = []
-        for process in self._processes.values():
-            if number := process.pending_flush:
-                pending.append((process.ring, number))
-        return pending
+        return [(p.ring, number) for p in self._processes.values() if (number := p.pending_flush)]
 
     def complete_flushes(self, flushes: list[tuple[int, int]], refused: Collection[int] = ()) -> None:
         """Marks these flushes as done; `refused`: rings of processes of which a receiver refused something."""

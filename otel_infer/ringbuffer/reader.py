@@ -99,6 +99,7 @@ class RequestReader:
             raise InvalidRing("sizes in the header exceed the file")
         words = np.frombuffer(memory, np.uint64, cells * 8, layout.PAGE)
         self._cells: Words = words.reshape(cells, 8)
+        self._ends = self._cells[:, ::7]
         self._cell_words = memoryview(memory)[layout.PAGE : layout.PAGE + cells * layout.CELL_BYTES].cast("Q")
         self._slots = slots
         self._strings = _Strings(self._read_string)
@@ -196,7 +197,7 @@ class RequestReader:
 
     def close(self) -> None:
         """Releases the memory."""
-        del self._cells, self._cell_words, self.header.words
+        del self._cells, self._ends, self._cell_words, self.header.words
         self._memory = mmap.mmap(-1, 1)
 
     def _find_newest(self) -> int:
@@ -204,27 +205,27 @@ class RequestReader:
 
         Cells behind a whole window of unwritten cells are not seen yet.
         """
-        begin, count = self._next, len(self._window)
+        begin, count = max(self._next, self._complete), len(self._window)
         while True:
-            newest = self._max_counter((begin + self._window) % self.header.cells)
+            newest = self._max_counter((begin + self._window) % self.header.cells, begin)
             if newest < begin + count:
                 return max(newest, begin)
             if newest > begin + count:  # the writer has lapped this reader
-                return self._max_counter(np.arange(self.header.cells))
+                return self._max_counter(np.arange(self.header.cells), begin)
             begin = newest
 
-    def _max_counter(self, positions: Any) -> int:
-        """Returns the largest counter at these positions that a writer can have put there.
+    def _max_counter(self, positions: Any, known: int) -> int:
+        """Returns the largest counter at these positions that a writer can have put there. `known`: one that was.
 
         A cell with a torn head and a new tail is torn, not unwritten, so both ends count. An end that is far
         beyond all whole cells is damage.
         """
-        ends = self._cells[positions][:, ::7]
+        ends = self._ends[positions]
         belongs = (ends - np.uint64(1)) % np.uint64(self.header.cells) == positions[:, None].astype(np.uint64)
         belongs &= ends < MAX_COUNTER
-        whole = belongs.all(axis=1) & (ends[:, 0] == ends[:, 1])
+        whole = belongs[:, 0] & belongs[:, 1] & (ends[:, 0] == ends[:, 1])
         newest_whole = int(ends[whole, 0].max(initial=0))
-        reach = max(newest_whole, self._next) + len(self._window)
+        reach = max(newest_whole, known) + len(self._window)
         return int(ends[belongs & (ends <= reach)].max(initial=0))
 
     def _read_cells(self, upto: int, final: bool) -> list[events.RecordedEvent]:
@@ -243,7 +244,7 @@ class RequestReader:
             self._expire_pending()
         return recorded
 
-    def _select_whole(self, copy: Words, whole: Any, counters: Words, final: bool) -> Words:
+    def _select_whole(self, copy: Words, whole: NDArray[np.bool_], counters: Words, final: bool) -> Words:
         """Returns the whole cells up to the first that may still be written; counts the broken ones before it."""
         for i in np.flatnonzero(~whole).tolist():
             polls = 0 if i else self._hole_polls
@@ -289,7 +290,9 @@ class RequestReader:
         except Exception:  # whatever a damaged cell holds, the others are read
             if len(bodies) > 1:
                 alone = zip(handles, bodies)
-                return [each for handle, body in alone for each in self._decode_column(code, [handle], [body])]
+                return [
+                    each for handle, body in alone for each in self._decode_column(code, [handle], [body])
+                ]
             self.torn += 1
             return [()]
         if type(unpacked[0]) not in events.EXPANDED_EVENTS:  # mostly

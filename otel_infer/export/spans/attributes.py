@@ -69,9 +69,7 @@ def split_attributes(record: RequestRecord) -> tuple[Mapping[str, Value], Shared
 
 
 @lru_cache(maxsize=256, typed=True)
-def _split_values(
-    status_code: int, *keys_and_values: Any
-) -> tuple[Mapping[str, Value], SharedAttributes]:
+def _split_values(status_code: int, *keys_and_values: Any) -> tuple[Mapping[str, Value], SharedAttributes]:
     """Splits attributes, given by all keys and then all values; the same objects for equal ones."""
     own: dict[str, Value] = {}
     http = SharedAttributes()
