@@ -23,7 +23,7 @@ WAKE_INTERVAL_NS = 200_000_000
 """Interval of wake-ups where engines run steps; counters of their threads are read at each of them."""
 REQUESTS_WAKE_INTERVAL_NS = 250_000_000
 """Interval of wake-ups of a server without engines."""
-IDLE_WAKE_INTERVAL_NS = 500_000_000
+IDLE_WAKE_INTERVAL_NS = 600_000_000
 _TOLERANCE_NS = CYCLE_NS // 2
 """A wake-up slightly before the due time reads too."""
 
