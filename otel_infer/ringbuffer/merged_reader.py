@@ -80,10 +80,8 @@ class MergedReader:
     def add_rings_of_known_files(self) -> None:
         """Adds step rings that came into use in files that are open."""
         for process in self._processes.values():
-            for file in process.step_files:
-                if not file.is_complete:
-                    self._add_new_step_rings(process)
-                    break
+            if not all(file.is_complete for file in process.step_files):
+                self._add_new_step_rings(process)
 
     def _open_ring(self, path: Path, key: str, now: int) -> None:
         try:

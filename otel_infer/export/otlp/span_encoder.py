@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Union
 
 import numpy as np
 
-from otel_infer._deflate import deflate
+from otel_infer.export.otlp.deflate import deflate
 from otel_infer.ringbuffer.events import Value as AttributeValue
 
 _U64_MASK = 0xFFFF_FFFF_FFFF_FFFF

@@ -6,7 +6,7 @@ import marshal
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from otel_infer._deflate import deflate
+from otel_infer.export.otlp.deflate import deflate
 from otel_infer.ringbuffer import events
 
 EVENT_CODES = {kind: code for code, kind in enumerate(events.EVENT_TYPES)}

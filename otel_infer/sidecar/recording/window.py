@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from otel_infer._deflate import deflate
+from otel_infer.export.otlp.deflate import deflate
 from otel_infer.ringbuffer.events import EVENT_TYPES, RecordedEvent
 from otel_infer.sidecar.recording.file import EventBatch
 from otel_infer.sidecar.recording.packed_events import (
