@@ -17,8 +17,10 @@ IDLE_AFTER_NS = 5_000_000_000
 """By then everything that was recorded has been read, concluded and batched."""
 IDLE_READ_INTERVAL_NS = 5_000_000_000
 """A server whose rings have nothing new; the read releases what was held, and the first event ends the interval."""
-MAX_FILL = 1 / 4
-"""Share of a ring that may be written between two reads, at the known rate; with more, it is read at the next wake-up."""
+USUAL_FILL, MAX_FILL = 1 / 8, 1 / 4
+"""Share of a ring that may be written between two reads at the known rate; a ring with more than `MAX_FILL` is read
+at the next wake-up.
+"""
 WAKE_INTERVAL_NS = 200_000_000
 """Interval of wake-ups where engines run steps; counters of their threads are read at each of them."""
 REQUESTS_WAKE_INTERVAL_NS = 250_000_000
@@ -57,7 +59,7 @@ class ReadSchedule:
         if not self.is_idle(now):
             interval = self._interval
             if fill:
-                interval = min(interval, int(MAX_FILL / fill * (now - self._read_at)))
+                interval = min(interval, int(USUAL_FILL / fill * (now - self._read_at)))
             if interval < REQUESTS_WAKE_INTERVAL_NS or self._rings.has_small_rings():
                 interval = 0
         self._read_at, self._due_at = now, now + interval
