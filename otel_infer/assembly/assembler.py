@@ -91,8 +91,8 @@ class Assembler:
         handlers, open_requests = self._handlers, self.open_requests
         for ring, handle, event in recorded:
             try:
-                if event.at > self._due:
-                    self._close_due_requests(event.at - 1)
+                if event[0] > self._due:  # its instant
+                    self._close_due_requests(event[0] - 1)
                 handler = handlers.get(type(event))
                 if handler is not None:
                     handler(ring, handle, event)

@@ -196,11 +196,13 @@ class MergedReader:
 
     def are_filled_above(self, share: float) -> bool:
         """Returns whether more than this share of any ring was written since the last poll; 0: anything."""
-        return any(
-            process.reader.is_filled_above(share)
-            or any(steps.is_filled_above(share) for steps in process.engines)
-            for process in self._processes.values()
-        )
+        for process in self._processes.values():  # no generators, whose code is cold at each wake-up
+            if process.reader.is_filled_above(share):
+                return True
+            for steps in process.engines:
+                if steps.is_filled_above(share):
+                    return True
+        return False
 
     def has_dead_writers(self, now: int) -> bool:
         """Returns whether a process has ended whose rings are open; `poll` removes them. At most every 250 ms."""
@@ -259,7 +261,7 @@ class MergedReader:
 
     def list_pending_flushes(self) -> list[tuple[int, int]]:
         """Returns (process, request number) of every flush that a writer waits for."""
-        return [(p.ring, p.pending_flush) for p in self._processes.values() if p.pending_flush]
+        return [(p.ring, number) for p in self._processes.values() if (number := p.pending_flush)]
 
     def complete_flushes(self, flushes: list[tuple[int, int]], refused: Collection[int] = ()) -> None:
         """Marks these flushes as done; `refused`: rings of processes of which a receiver refused something."""

@@ -6,16 +6,17 @@ Overwritten and torn events are counted and reported as an event (`EventsLost`),
 
 from __future__ import annotations
 
+import itertools
 import json
 import mmap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from otel_infer.ringbuffer import events, layout
-from otel_infer.ringbuffer.events import RecordedEvent, make_tuple, unpack_request
+from otel_infer.ringbuffer.events import RecordedEvent, make_tuple, unpack_requests
 
 Words = NDArray[np.uint64]
 
@@ -98,6 +99,7 @@ class RequestReader:
             raise InvalidRing("sizes in the header exceed the file")
         words = np.frombuffer(memory, np.uint64, cells * 8, layout.PAGE)
         self._cells: Words = words.reshape(cells, 8)
+        self._ends = self._cells[:, ::7]
         self._cell_words = memoryview(memory)[layout.PAGE : layout.PAGE + cells * layout.CELL_BYTES].cast("Q")
         self._slots = slots
         self._strings = _Strings(self._read_string)
@@ -195,7 +197,7 @@ class RequestReader:
 
     def close(self) -> None:
         """Releases the memory."""
-        del self._cells, self._cell_words, self.header.words
+        del self._cells, self._ends, self._cell_words, self.header.words
         self._memory = mmap.mmap(-1, 1)
 
     def _find_newest(self) -> int:
@@ -203,93 +205,116 @@ class RequestReader:
 
         Cells behind a whole window of unwritten cells are not seen yet.
         """
-        begin, count = self._next, len(self._window)
+        begin, count = max(self._next, self._complete), len(self._window)
         while True:
-            newest = self._max_counter((begin + self._window) % self.header.cells)
+            newest = self._max_counter((begin + self._window) % self.header.cells, begin)
             if newest < begin + count:
                 return max(newest, begin)
             if newest > begin + count:  # the writer has lapped this reader
-                return self._max_counter(np.arange(self.header.cells))
+                return self._max_counter(np.arange(self.header.cells), begin)
             begin = newest
 
-    def _max_counter(self, positions: Any) -> int:
-        """Returns the largest counter at these positions that a writer can have put there.
+    def _max_counter(self, positions: Any, known: int) -> int:
+        """Returns the largest counter at these positions that a writer can have put there. `known`: one that was.
 
         A cell with a torn head and a new tail is torn, not unwritten, so both ends count. An end that is far
         beyond all whole cells is damage.
         """
-        ends = self._cells[positions][:, ::7]
+        ends = self._ends[positions]
         belongs = (ends - np.uint64(1)) % np.uint64(self.header.cells) == positions[:, None].astype(np.uint64)
         belongs &= ends < MAX_COUNTER
-        whole = belongs.all(axis=1) & (ends[:, 0] == ends[:, 1])
+        whole = belongs[:, 0] & belongs[:, 1] & (ends[:, 0] == ends[:, 1])
         newest_whole = int(ends[whole, 0].max(initial=0))
-        reach = max(newest_whole, self._next) + len(self._window)
+        reach = max(newest_whole, known) + len(self._window)
         return int(ends[belongs & (ends <= reach)].max(initial=0))
 
     def _read_cells(self, upto: int, final: bool) -> list[events.RecordedEvent]:
-        recorded: list[events.RecordedEvent] = []
         if upto <= self._next:
-            return recorded
+            return []
         counters = np.arange(self._next + 1, upto + 1, dtype=np.uint64)
         index = (counters - np.uint64(1)) % np.uint64(self.header.cells)
         copy = self._cells[index]
         whole = (copy[:, 0] == counters) & (copy[:, 7] == counters) & (self._cells[index, 0] == counters)
-        broken = None if whole.all() else ~whole
-        for i, cell in enumerate(layout.CELL.iter_unpack(copy.tobytes())):
-            if broken is not None and broken[i]:
-                if cell[0] > int(counters[i]):
-                    self.lost += 1
-                elif self._hole_polls < MAX_HOLE_POLLS and not final:
-                    self._hole_polls += 1
-                    return recorded
-                else:
-                    self.torn += 1
-                self._hole_polls = 0
-                self._next += 1
-                continue
-            self._next += 1
-            self._hole_polls = 0
-            self._decode_cell(recorded, *cell)
+        if whole.all():
+            self._next, self._hole_polls = upto, 0
+        else:
+            copy = self._select_whole(copy, whole, counters, final)
+        recorded = self._decode_cells(copy.tobytes())
         if self._pending:
             self._expire_pending()
         return recorded
 
-    def _decode_cell(
-        self,
-        recorded: list[events.RecordedEvent],
-        counter: int,
-        code: int,
-        part: int,
-        parts: int,
-        handle: int,
-        body: bytes,
-        _: int,
-    ) -> None:
-        if code == layout.VOID_CODE:
-            return
-        if parts > 1:
-            whole = self._join_parts(counter, part, parts, body)
-            if whole is None:
-                return
-            body = whole
+    def _select_whole(self, copy: Words, whole: NDArray[np.bool_], counters: Words, final: bool) -> Words:
+        """Returns the whole cells up to the first that may still be written; counts the broken ones before it."""
+        for i in np.flatnonzero(~whole).tolist():
+            polls = 0 if i else self._hole_polls
+            if copy[i, 0] > counters[i]:
+                self.lost += 1
+            elif polls < MAX_HOLE_POLLS and not final:
+                self._next, self._hole_polls = self._next + i, polls + 1
+                return copy[:i][whole[:i]]
+            else:
+                self.torn += 1
+        self._next, self._hole_polls = self._next + len(whole), 0
+        return copy[whole]
+
+    def _decode_cells(self, cells: bytes) -> list[events.RecordedEvent]:
+        """Returns the events of whole cells, in their order. Cells of one code are decoded together."""
+        by_code: dict[int, list[tuple[int, int, bytes]]] = {}
+        at = -1
+        for at, (counter, code, part, parts, handle, body, _) in enumerate(layout.CELL.iter_unpack(cells)):
+            if parts > 1:
+                whole = self._join_parts(counter, part, parts, body)
+                if whole is None:
+                    continue
+                body = whole
+            try:
+                by_code[code].append((at, handle, body))
+            except KeyError:
+                by_code[code] = [(at, handle, body)]
+        by_code.pop(layout.VOID_CODE, None)
+        decoded: list[tuple[events.RecordedEvent, ...]] = [()] * (at + 1)
+        for code, column in by_code.items():
+            positions, handles, bodies = zip(*column)
+            for at, recorded in zip(positions, self._decode_column(code, handles, bodies)):
+                decoded[at] = recorded
+        return [*itertools.chain.from_iterable(decoded)]
+
+    def _decode_column(
+        self, code: int, handles: Sequence[int], bodies: Sequence[bytes]
+    ) -> Iterable[tuple[events.RecordedEvent, ...]]:
+        """Returns the recorded events of each body of this code: nearly always one."""
+        text_of, ring = self._strings.__getitem__, self.ring
         try:
-            event = unpack_request(code, body, self._strings.__getitem__)
+            unpacked = unpack_requests(code, bodies, text_of)
         except Exception:  # whatever a damaged cell holds, the others are read
+            if len(bodies) > 1:
+                alone = zip(handles, bodies)
+                return [
+                    each for handle, body in alone for each in self._decode_column(code, [handle], [body])
+                ]
             self.torn += 1
-            return
-        if type(event) not in events.EXPANDED_EVENTS:  # mostly
-            recorded.append(make_tuple(RecordedEvent, (self.ring, handle, event)))
-            return
-        recorded += [make_tuple(RecordedEvent, (self.ring, handle, each)) for each in events.expand(event)]
+            return [()]
+        if type(unpacked[0]) not in events.EXPANDED_EVENTS:  # mostly
+            rows = zip(itertools.repeat(ring), handles, unpacked)
+            return zip(map(make_tuple, itertools.repeat(RecordedEvent), rows))
+        return [
+            tuple([make_tuple(RecordedEvent, (ring, handle, each)) for each in events.expand(event)])
+            for handle, event in zip(handles, unpacked)
+        ]
 
     def _join_parts(self, counter: int, part: int, parts: int, body: bytes) -> bytes | None:
         first, piece = layout.PART.unpack(body)
-        seen = self._pending.setdefault(first, (counter, {}))[1]
+        waiting = self._pending.get(first)
+        if waiting is None:
+            self._pending[first] = counter, {part: piece}
+            return None
+        _, seen = waiting
         seen[part] = piece
         if len(seen) < parts:
             return None
         del self._pending[first]
-        return b"".join(seen[i] for i in sorted(seen))
+        return b"".join([seen[i] for i in sorted(seen)])
 
     def _expire_pending(self) -> None:
         stale = [

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import resource as rusage
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import repeat
 from typing import Any
 
 from otel_infer import _clock, semconv
@@ -165,21 +166,19 @@ class Pipeline:
         """
         self.rings.mark_processed(min(horizon, self.rings.horizon + GRACE_NS))
         self._drain_engine_records()
-        for start in self.assembler.drain_starts(horizon):  # before the requests that link to it
-            self._run_guarded(self._export_start, start)
+        self._run_for_all(
+            self._export_start, zip(self.assembler.drain_starts(horizon))
+        )  # before what links to them
         records = finish_requests(self.assembler, horizon)
         self.requests += len(records)
         decided: list[tail_sampler.DecidedRequest] = []
         # Each phase runs over all requests, because most of its cost is loading its code into the cache.
-        for record in records:
-            self._run_guarded(self._count_request, record)
-        for record in records:
-            self._run_guarded(self._sample_request, record, decided)
+        self._run_for_all(self._count_request, zip(records))
+        self._run_for_all(self._sample_request, zip(records, repeat(decided)))
         oldest_live = _NEVER if final else self.assembler.oldest_open_arrival(horizon)
         decided += self.sampler.flush_held(horizon, oldest_live)
         for work in (self._record_decision, self._export_request):
-            for record, decision in decided:
-                self._run_guarded(work, record, decision)
+            self._run_for_all(work, decided)
         self.accounting.count_not_converted(
             self.requests, self.sampler.held_requests + sum(exporter.taken for exporter in self.exporters)
         )
@@ -202,14 +201,14 @@ class Pipeline:
     def _sample_request(self, record: RequestRecord, decided: list[tail_sampler.DecidedRequest]) -> None:
         decided += self.sampler.add(record)
 
-    def _run_guarded(
-        self, work: Callable[..., None], record: RequestRecord | StartRecord, *arguments: Any
-    ) -> None:
-        try:
-            work(record, *arguments)
-        except Exception:  # a failure with one request must not affect the others
-            self.failed += 1
-            log.exception("request not exported because of an error: trace %s", record.trace_id.hex())
+    def _run_for_all(self, work: Callable[..., None], rows: Iterable[tuple[Any, ...]]) -> None:
+        """Calls `work` with each row: a record, and what belongs to it."""
+        for row in rows:
+            try:
+                work(*row)
+            except Exception:  # a failure with one request must not affect the others
+                self.failed += 1
+                log.exception("request not exported because of an error: trace %s", row[0].trace_id.hex())
 
     def _export_start(self, record: StartRecord) -> None:
         """Exports the start of a process; it is not sampled, because there is one per process."""

@@ -21,11 +21,11 @@ USUAL_FILL, MAX_FILL = 1 / 8, 1 / 4
 """Share of a ring that may be written between two reads at the known rate; a ring with more than `MAX_FILL` is read
 at the next wake-up.
 """
-WAKE_INTERVAL_NS = 100_000_000
+WAKE_INTERVAL_NS = 200_000_000
 """Interval of wake-ups where engines run steps; counters of their threads are read at each of them."""
 REQUESTS_WAKE_INTERVAL_NS = 250_000_000
 """Interval of wake-ups of a server without engines."""
-IDLE_WAKE_INTERVAL_NS = 400_000_000
+IDLE_WAKE_INTERVAL_NS = 600_000_000
 _TOLERANCE_NS = CYCLE_NS // 2
 """A wake-up slightly before the due time reads too."""
 
@@ -43,11 +43,10 @@ class ReadSchedule:
         self._is_urgent = is_urgent
         if is_urgent or now + _TOLERANCE_NS >= self._due_at or self._rings.has_dead_writers(now):
             return True
-        if self.is_idle(now):
-            return self._rings.are_filled_above(0)
-        if self._rings.are_filled_above(MAX_FILL):
+        is_idle = now - self.busy_at >= IDLE_AFTER_NS
+        if self._rings.are_filled_above(0 if is_idle else MAX_FILL):
             return True
-        if now + self.wake_interval(now) + _TOLERANCE_NS >= self._due_at:
+        if not is_idle and now + self.wake_interval(now) + _TOLERANCE_NS >= self._due_at:
             self._rings.observe(now)
         return False
 
@@ -69,7 +68,7 @@ class ReadSchedule:
         """Returns the time from this wake-up to the next, ns."""
         if self._is_urgent or now >= self._due_at:
             return CYCLE_NS
-        if self.is_idle(now):
+        if now - self.busy_at >= IDLE_AFTER_NS:
             return IDLE_WAKE_INTERVAL_NS
         return WAKE_INTERVAL_NS if self._rings.has_engines else REQUESTS_WAKE_INTERVAL_NS
 

@@ -111,7 +111,8 @@ def _build_breakdown(
 ) -> LatencyBreakdown:
     ledger = _TimeLedger(record, decode.interfered_steps)
     _attribute_time(ledger, record, decode, prompt)
-    known, streaming = _without_zeros(ledger.causes), _without_zeros(ledger.streaming)
+    known = _without_zeros(ledger.causes)
+    streaming = _without_zeros(ledger.streaming) if ledger.streaming else {}
     interference_ns = known.get(semconv.CAUSE_INTERFERENCE, 0)
     if not interference_ns:
         return LatencyBreakdown(known, None, streaming=streaming)
@@ -138,7 +139,8 @@ def _attribute_time(
     """Attributes all time of the request, in the order that the module describes."""
     if record.pauses:
         _attribute_pauses(ledger, record)
-    for stage in sorted(record.stages, key=_stage_priority):
+    stages = record.stages
+    for stage in sorted(stages, key=_stage_priority) if len(stages) > 1 else stages:
         _attribute_stage(ledger, record, stage, prompt, decode)
     _move_starved_to_throttled(ledger, record)
     if record.loop_pauses:

@@ -1,6 +1,6 @@
 """Delays of one engine's steps beyond the cost model, explained by kernel counters of its thread. Pure.
 
-A sample (`ThreadSeen`) holds sums over 50 to 100 ms, without instants in between. The steps in that time have
+A sample (`ThreadSeen`) holds sums over 50 to 200 ms, without instants in between. The steps in that time have
 an excess over their estimate (`step_cost`). The sample explains part of that excess by a cause:
 
     starved       the thread was runnable and had no CPU

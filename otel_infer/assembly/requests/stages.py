@@ -7,6 +7,7 @@ end of a request only if the request failed in it. No event that could have ende
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections.abc import Callable
 from operator import attrgetter, itemgetter
 from typing import NamedTuple
 
@@ -18,6 +19,7 @@ from otel_infer.ringbuffer import events
 
 Attributes = dict[str, events.Value]
 Interval = tuple[int, int]
+DescribeStage = Callable[[OpenRequest, int, int], Attributes]
 NO_INTERVAL: Interval = (0, 0)
 
 
@@ -48,18 +50,19 @@ def build_stages(record: RequestRecord, request: OpenRequest, milestones: Milest
     stages = _recorded_stages(record, request) if request.stages else []
     names = {stage.name for stage in stages}
     later_starts = [stage.started_at for stage in stages]
-    later_starts += [at for at in (milestones.submitted_at, milestones.scheduled_at) if at]
-    derived = (
+    if milestones.submitted_at or milestones.scheduled_at:
+        later_starts += [at for at in (milestones.submitted_at, milestones.scheduled_at) if at]
+    derived: list[tuple[str, Interval, DescribeStage | None]] = [
         (semconv.SPAN_INGRESS, _ingress_interval(record, request, milestones, later_starts), None),
-        (semconv.SPAN_QUEUE, _queue_interval(record, milestones), _queue_attributes),
-        (semconv.SPAN_PREFILL, _prefill_interval(record, milestones, names), _prefill_attributes),
-        (semconv.SPAN_DECODE, _decode_interval(record, milestones), _decode_attributes),
-        (
-            semconv.SPAN_POSTPROCESS,
-            _postprocess_interval(record, request, milestones, bool(later_starts)),
-            _egress_attributes,
-        ),
-    )
+    ]
+    if milestones.submitted_at or milestones.scheduled_at or milestones.first_token_at:
+        derived += (
+            (semconv.SPAN_QUEUE, _queue_interval(record, milestones), _queue_attributes),
+            (semconv.SPAN_PREFILL, _prefill_interval(record, milestones, names), _prefill_attributes),
+            (semconv.SPAN_DECODE, _decode_interval(record, milestones), _decode_attributes),
+        )
+    ended_with = _postprocess_interval(record, request, milestones, bool(later_starts))
+    derived.append((semconv.SPAN_POSTPROCESS, ended_with, _egress_attributes))
     for name, (began, ended), describe in derived:
         if began < ended and name not in names:
             stages.append(Stage(name, began, ended, describe(request, began, ended) if describe else {}))
@@ -99,11 +102,15 @@ def _find_raised_stage(request: OpenRequest) -> str:
 
 
 def _recorded_stages(record: RequestRecord, request: OpenRequest) -> list[Stage]:
-    stages = []
+    stages: list[Stage] = []
+    arrived_at, finished_at = record.arrived_at, record.ended_at
     for event in request.stages:
-        started_at, ended_at = max(event.started_at, record.arrived_at), min(event.at, record.ended_at)
+        ended_at, started_at, name, *_ = event
+        started_at = started_at if started_at > arrived_at else arrived_at
+        ended_at = ended_at if ended_at < finished_at else finished_at
         if started_at <= ended_at:
-            stages.append(Stage(event.stage, started_at, ended_at, _recorded_attributes(event)))
+            fields = name, started_at, ended_at, _recorded_attributes(event)
+            stages.append(events.make_tuple(Stage, fields))
     return stages
 
 

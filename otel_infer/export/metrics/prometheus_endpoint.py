@@ -2,7 +2,7 @@
 
 Clients that accept OpenMetrics also get exemplars.
 Only one thread counts metrics. So a scrape leaves a request, which that thread answers when it wakes up,
-after at most 0.4 s.
+after at most 0.6 s.
 """
 
 from __future__ import annotations

@@ -10,13 +10,8 @@ from typing import Any, NamedTuple, Union
 
 import numpy as np
 
+from otel_infer.export.otlp.deflate import deflate
 from otel_infer.ringbuffer.events import Value as AttributeValue
-
-deflate: Any
-try:  # igzip: the same format for a tenth of the CPU
-    from isal import isal_zlib as deflate
-except ImportError:
-    import zlib as deflate
 
 _U64_MASK = 0xFFFF_FFFF_FFFF_FFFF
 _SMALL_VARINTS = tuple(bytes((value,)) for value in range(128))
@@ -225,9 +220,13 @@ def encode_span(span: Span) -> bytes:
         attributes, events, links, status, state, flags, durations, shared,
     ) = span  # fmt: skip
     if trace_id and span_id and start > 0 < end and not state:
-        layout = _make_layout(name, kind, bool(parent), tuple(durations))
-        ids = (trace_id, span_id, parent) if parent else (trace_id, span_id)
-        filled = layout.fill_holes(*ids, start, end, *durations.values())
+        values = (trace_id, span_id, parent, start, end) if parent else (trace_id, span_id, start, end)
+        if durations:
+            layout = _make_layout(name, kind, bool(parent), *durations)
+            filled = layout.fill_holes(*values, *durations.values())
+        else:
+            layout = _make_layout(name, kind, bool(parent))
+            filled = layout.fill_holes(*values)
         if not (shared or attributes or events or links or status or flags):  # as of most stages
             return layout.prefix + filled
         parts = [filled]
@@ -282,7 +281,7 @@ class _SpanLayout:
 
 
 @lru_cache(maxsize=1024)
-def _make_layout(name: str, kind: int, has_parent: bool, durations: tuple[str, ...]) -> _SpanLayout:
+def _make_layout(name: str, kind: int, has_parent: bool, *durations: str) -> _SpanLayout:
     """Returns the layout of the spans with this name and these durations.
 
     Such spans differ only in ids and numbers.

@@ -32,19 +32,26 @@ class _SlowThreshold:
 
     def __init__(self) -> None:
         self._sketch = DDSketch(ACCURACY)
+        self._new: list[int] = []
         self._count = 0
         self._limit = float("inf")
 
     def is_slow(self, length: int, share: float) -> bool:
         """Returns whether this duration is among the slowest `share` of the previous ones, and adds it."""
         slow = length > self._limit
-        self._sketch.add(length)
-        self._count += 1
-        if self._count >= MIN_REQUESTS and self._count % UPDATE_EVERY == 0:
-            self._limit = (self._sketch.get_quantile_value(1 - share) or 0) * (1 + ACCURACY)
-            if self._count >= MAX_SKETCH_REQUESTS:
-                self._sketch, self._count = DDSketch(ACCURACY), 0
+        self._new.append(length)
+        if len(self._new) == UPDATE_EVERY:
+            self._update_limit(share)
         return slow
+
+    def _update_limit(self, share: float) -> None:
+        for length in self._new:
+            self._sketch.add(length)
+        self._count, self._new = self._count + UPDATE_EVERY, []
+        if self._count >= MIN_REQUESTS:
+            self._limit = (self._sketch.get_quantile_value(1 - share) or 0) * (1 + ACCURACY)
+        if self._count >= MAX_SKETCH_REQUESTS:
+            self._sketch, self._count = DDSketch(ACCURACY), 0
 
 
 class SlowRequestDetector:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import lru_cache
+from typing import Any
 
 from otel_infer import semconv
 from otel_infer.assembly.records.request import RequestRecord
@@ -57,28 +59,26 @@ def has_sampling_reason(decision: tail_sampler.Decision) -> bool:
     return decision.reason not in (semconv.KEEP_REASON_NONE, semconv.KEEP_REASON_UNSAMPLED)
 
 
-def split_attributes(record: RequestRecord) -> tuple[dict[str, Value], dict[str, Value]]:
+def split_attributes(record: RequestRecord) -> tuple[Mapping[str, Value], SharedAttributes]:
     """Returns the recorded attributes of a request: of its request span, and of its server span."""
-    own: dict[str, Value] = {}
-    http: dict[str, Value] = {}
-    for key, value in record.attributes.items():
-        (http if key.startswith(_SERVER_PREFIXES) else own)[key] = value
-    if record.status_code:
-        http.setdefault(semconv.HTTP_RESPONSE_STATUS_CODE, record.status_code)
-    return own, http
-
-
-def intern_http_attributes(http: dict[str, Value]) -> SharedAttributes:
-    """Returns the attributes of a server span, as a shared object for equal ones."""
+    keys, values = record.attributes.keys(), record.attributes.values()
     try:
-        return _intern_items(tuple(http.items()))
+        return _split_values(record.status_code, *keys, *values)
     except TypeError:  # user code set a list
-        return SharedAttributes(http)
+        return _split_values.__wrapped__(record.status_code, *keys, *values)
 
 
-@lru_cache(maxsize=128, typed=True)
-def _intern_items(items: tuple[tuple[str, Value], ...]) -> SharedAttributes:
-    return SharedAttributes(items)
+@lru_cache(maxsize=256, typed=True)
+def _split_values(status_code: int, *keys_and_values: Any) -> tuple[Mapping[str, Value], SharedAttributes]:
+    """Splits attributes, given by all keys and then all values; the same objects for equal ones."""
+    own: dict[str, Value] = {}
+    http = SharedAttributes()
+    half = len(keys_and_values) // 2
+    for key, value in zip(keys_and_values[:half], keys_and_values[half:]):
+        (http if key.startswith(_SERVER_PREFIXES) else own)[key] = value
+    if status_code:
+        http.setdefault(semconv.HTTP_RESPONSE_STATUS_CODE, status_code)
+    return own, http
 
 
 @lru_cache(maxsize=128)
@@ -133,7 +133,8 @@ def duration_attributes(record: RequestRecord) -> dict[str, float]:
     durations = {semconv.TTFT: record.ttft_ns / 1e9} if record.ttft_ns else {}
     if record.breakdown is not None and record.operation:
         keys = semconv.LATENCY_BY_CAUSE
-        durations.update([(keys[cause], length / 1e9) for cause, length in record.breakdown.causes.items()])
+        for cause, length in record.breakdown.causes.items():
+            durations[keys[cause]] = length / 1e9
     return durations
 
 

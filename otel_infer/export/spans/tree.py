@@ -26,6 +26,7 @@ _UNKNOWN_METHOD = "HTTP"
 """Name of an unknown HTTP method in the conventions."""
 _HOST_CLOCK, _NO_SHARED = SharedAttributes({semconv.CLOCK: semconv.CLOCK_HOST}), SharedAttributes()
 _NO_DURATIONS: Mapping[str, float] = MappingProxyType({})
+_NO_ATTRIBUTES: Mapping[str, Value] = MappingProxyType({})
 
 
 _ID_STRUCT, _ZERO_ID = struct.Struct("8s"), bytes(8)
@@ -59,23 +60,25 @@ def build_request_spans(
     spans, parent = [], record.parent_span_id
     if record.server_span_id:
         spans.append(_build_server_span(record, http))
-        parent, http = record.server_span_id, {}
+        parent = record.server_span_id
+    else:
+        own = {**own, **http}
     name = record.span_name or request_name(record)
     latency = span_attributes.vllm_attributes(record) if latency_attributes else {}
-    spans.append(_build_request_span(record, decision, parent, name, INTERNAL, {**own, **http}, latency))
+    spans.append(_build_request_span(record, decision, parent, name, INTERNAL, own, latency))
     return spans + _build_stage_spans(record, decision)
 
 
-def _build_server_span(record: RequestRecord, http: dict[str, Value]) -> Span:
+def _build_server_span(record: RequestRecord, http: SharedAttributes) -> Span:
     if record.error_type:
-        http = {**http, semconv.ERROR_TYPE: record.error_type}
-    offset, name = record.wall_offset, server_name(record)
-    times = record.arrived_at + offset, record.ended_at + offset
-    return Span(
-        record.trace_id, record.server_span_id, record.parent_span_id, name, SERVER, *times,
-        status=_status_of_request(record), trace_state=record.tracestate,
-        shared=span_attributes.intern_http_attributes(http),
+        http = SharedAttributes({**http, semconv.ERROR_TYPE: record.error_type})
+    offset = record.wall_offset
+    fields = (
+        record.trace_id, record.server_span_id, record.parent_span_id, server_name(record), SERVER,
+        record.arrived_at + offset, record.ended_at + offset, _NO_ATTRIBUTES, (), (),
+        _status_of_request(record), record.tracestate, 0, _NO_DURATIONS, http,
     )  # fmt: skip
+    return make_tuple(Span, fields)  # type: ignore[no-any-return]
 
 
 def _build_request_span(
@@ -84,7 +87,7 @@ def _build_request_span(
     parent: bytes,
     name: str,
     kind: int,
-    own: dict[str, Value],
+    own: Mapping[str, Value],
     latency: dict[str, float],
 ) -> Span:
     """Returns the live span. Recorded attributes override attributes of user code with the same name."""
@@ -92,15 +95,17 @@ def _build_request_span(
     durations = span_attributes.duration_attributes(record)
     if latency:
         durations.update(latency)
+    attributes = span_attributes.count_attributes(record, decision)
     if own:
         own = {key: value for key, value in own.items() if key not in strings and key not in durations}
-    own.update(span_attributes.count_attributes(record, decision))
+        attributes = {**own, **attributes}
     offset = record.wall_offset
-    return Span(
+    fields = (
         record.trace_id, record.span_id, parent, name, kind, record.arrived_at + offset, record.ended_at + offset,
-        own, _build_events(record, decision), _build_links(record), _status_of_request(record), record.tracestate,
-        durations=durations, shared=strings,
+        attributes, _build_events(record, decision), _build_links(record), _status_of_request(record),
+        record.tracestate, 0, durations, strings,
     )  # fmt: skip
+    return make_tuple(Span, fields)  # type: ignore[no-any-return]
 
 
 def _status_of_request(record: RequestRecord) -> int:
@@ -132,22 +137,22 @@ def server_name(record: RequestRecord) -> str:
 
 def _build_events(record: RequestRecord, decision: tail_sampler.Decision) -> list[SpanEvent]:
     """Returns the events of the live span. A request with a keep reason also gets its pauses and marks."""
+    if not (record.events or record.pauses or record.loop_pauses or record.marks):
+        return []
     events = [
         SpanEvent(event.at + record.wall_offset, event.name, event.attributes) for event in record.events
     ]
-    if span_attributes.has_sampling_reason(decision) and (
-        record.pauses or record.loop_pauses or record.marks
-    ):
-        events = sorted(
-            [*events, *_build_pause_events(record), *_build_mark_events(record)], key=lambda event: event.at
-        )
+    if span_attributes.has_sampling_reason(decision):
+        events += [*_build_pause_events(record), *_build_mark_events(record)]
+        events.sort(key=lambda event: event.at)
     return events
 
 
 def _build_links(record: RequestRecord) -> list[SpanLink]:
     """Returns links to the process start, of the live span, and to the request that interfered most."""
     links = [SpanLink(*record.start_ids)] if record.start_ids is not None else []
-    links += [SpanLink(*link) for link in record.links]
+    if record.links:
+        links += [SpanLink(*link) for link in record.links]
     interferer = record.breakdown.interferer if record.breakdown is not None else None
     if interferer is not None:
         delay: dict[str, Value] = {
@@ -195,17 +200,19 @@ def _build_stage_spans(record: RequestRecord, decision: tail_sampler.Decision) -
 
     User code may record several stages of one name, so step attributes are on the first `decode`.
     """
-    spans = []
+    spans: list[Span] = []
     decode = record.find_stage(semconv.SPAN_DECODE)
     chunks = _group_prefill_steps(record) if decision.prefill_steps else {}
-    ids = derive_span_ids(record.span_id, "stage", len(record.stages))
+    parent = record.span_id
+    ids = derive_span_ids(parent, "stage", len(record.stages))
     for number, (span_id, stage) in enumerate(zip(ids, record.stages)):
         attributes, durations = stage.attributes, _NO_DURATIONS
         if stage is decode:
             attributes = {**attributes, **span_attributes.step_count_attributes(record, decision.steps)}
             durations = span_attributes.step_duration_attributes(record)
-        spans.append(_build_child_span(record, span_id, record.span_id, stage, attributes, durations))
-        spans += [_build_prefill_span(record, span_id, *chunk) for chunk in chunks.get(number, ())]
+        spans.append(_build_child_span(record, span_id, parent, stage, attributes, durations))
+        if chunks:
+            spans += [_build_prefill_span(record, span_id, *chunk) for chunk in chunks.get(number, ())]
     return spans
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import re
 import struct
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import repeat
 from typing import Any, NamedTuple
 
 from otel_infer.ringbuffer.events.devices import MemoryRefused, MemorySeen, StageTimed, StepTimed
@@ -189,23 +190,24 @@ def pack_text(event: AttributeSet | SpanEventAdded | NameUpdated | StateCarried 
     return text.encode("utf-8", "replace")
 
 
-def unpack_request(code: int, body: bytes, text_of: Callable[[int], str]) -> Any:
-    """Returns the request event with this code in `body`, which may be longer.
+def unpack_requests(code: int, bodies: Sequence[bytes], text_of: Callable[[int], str]) -> list[Any]:
+    """Returns the request events with this code in `bodies`, which may be longer; column by column.
 
-    Raises `ValueError` for an invalid one.
+    Raises `ValueError` if one of them is invalid.
     """
     layout = LAYOUT_BY_CODE.get(code)
     if layout is None:
-        return _unpack_text(code, body)
+        return [_unpack_text(code, body) for body in bodies]
     _, event, packed, strings = layout
-    fields: Any = packed.unpack_from(body)
-    if not 0 <= fields[0] < MAX_INSTANT:
-        raise ValueError("the instant is outside of the clock")
-    if strings:
-        fields = list(fields)
-        for i in strings:
-            fields[i] = text_of(fields[i])
-    return make_tuple(event, fields)
+    size = packed.size
+    if min(map(len, bodies)) < size:
+        raise ValueError("the event is longer than its body")
+    columns: list[Any] = list(zip(*packed.iter_unpack(b"".join([body[:size] for body in bodies]))))
+    if not 0 <= min(columns[0]) <= max(columns[0]) < MAX_INSTANT:
+        raise ValueError("an instant is outside of the clock")
+    for i in strings:
+        columns[i] = map(text_of, columns[i])
+    return [*map(make_tuple, repeat(event), zip(*columns))]
 
 
 def _unpack_text(code: int, body: bytes) -> Any:
@@ -230,13 +232,13 @@ def expand(event: Any) -> tuple[Any, ...]:
         )
     if type(event) is not ExchangeEnded:
         return (event,)
-    route, http = event.route, event.http
+    at, route, http = event.at, event.route, event.http
     expanded: list[Any] = []
     if http & SINGLE_CHUNK:
-        expanded.append(ResponseStarted(event.at - event.send_wait_ns))
+        expanded.append(ResponseStarted(at - event.send_wait_ns))
     if http > SINGLE_CHUNK:
-        expanded.append(HttpDescribed(event.at, *METHODS_AND_SCHEMES[http // 2 - 1], route))
-    return (*expanded, RequestEnded(*event[:7]))
+        expanded.append(make_tuple(HttpDescribed, (at, *METHODS_AND_SCHEMES[http // 2 - 1], route)))
+    return (*expanded, make_tuple(RequestEnded, event[:7]))
 
 
 # ── layouts of step events ───────────────────────────────────────────────────────────────────────────────────────

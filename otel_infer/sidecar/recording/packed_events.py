@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import marshal
-import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+from otel_infer.export.otlp.deflate import deflate
 from otel_infer.ringbuffer import events
 
 EVENT_CODES = {kind: code for code, kind in enumerate(events.EVENT_TYPES)}
@@ -41,7 +41,7 @@ class StepSection:
         if not self.new_rows:
             return 0
         self.last_at = self.new_rows[-1][AT_INDEX]
-        packed = zlib.compress(marshal.dumps(self.new_rows, MARSHAL_VERSION), COMPRESSION_LEVEL)
+        packed = deflate.compress(marshal.dumps(self.new_rows, MARSHAL_VERSION), COMPRESSION_LEVEL)
         self.packed.append(packed)
         self.size += len(packed)
         self.new_rows = []
@@ -74,7 +74,7 @@ class PackedSteps(NamedTuple):
 
         A step with an unknown batch precedes them, because it marks requests that were in flight before.
         """
-        rows = [row for packed in self.packed for row in marshal.loads(zlib.decompress(packed))]
+        rows = [row for packed in self.packed for row in marshal.loads(deflate.decompress(packed))]
         scheduled = EVENT_CODES[events.StepScheduled]
         if not rows or rows[0][2] != scheduled or rows[0][AT_INDEX + 1] <= 1:
             return rows

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import marshal
 import mmap
-import zlib
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from otel_infer.export.otlp.deflate import deflate
 from otel_infer.ringbuffer.events import EVENT_TYPES, RecordedEvent
 from otel_infer.sidecar.recording.file import EventBatch
 from otel_infer.sidecar.recording.packed_events import (
@@ -120,7 +120,7 @@ class EventWindow:
     def _seal_chunk(self) -> None:
         if not self._pending:
             return
-        packed = zlib.compress(marshal.dumps(self._pending, MARSHAL_VERSION), COMPRESSION_LEVEL)
+        packed = deflate.compress(marshal.dumps(self._pending, MARSHAL_VERSION), COMPRESSION_LEVEL)
         pages = mmap.mmap(-1, len(packed), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         pages[:] = packed
         self._chunks.append(
@@ -147,7 +147,7 @@ def _round_to_pages(size: int) -> int:
 
 
 def _unpack_chunk(chunk: _CompressedChunk) -> Iterator[tuple[int, list[EventRow]]]:
-    for packed in marshal.loads(zlib.decompress(chunk.packed)):
+    for packed in marshal.loads(deflate.decompress(chunk.packed)):
         yield marshal.loads(packed)
 
 
