@@ -9,24 +9,24 @@ SAMPLED_OUTPUTS = 8
 
 
 class DetokenizeSample:
-    """The timed outputs of one stream. `tokens`, `spent_ns`: their sums."""
+    """The timed outputs of one stream, as (tokens, ns) each. `tokens`: their sum."""
 
-    __slots__ = ("_ns_per_token", "spent_ns", "tokens")
+    __slots__ = ("outputs", "tokens")
 
     def __init__(self) -> None:
-        self.tokens = self.spent_ns = 0
-        self._ns_per_token: list[float] = []
+        self.tokens = 0
+        self.outputs: list[tuple[int, int]] = []
+
+    def add_output(self, tokens: int, spent_ns: int) -> bool:
+        """Adds an output of one or more tokens. Returns whether enough outputs were timed."""
+        self.tokens += tokens
+        self.outputs.append((tokens, spent_ns))
+        return len(self.outputs) >= SAMPLED_OUTPUTS
 
     @property
-    def is_full(self) -> bool:
-        """Returns whether enough outputs were timed."""
-        return len(self._ns_per_token) >= SAMPLED_OUTPUTS
-
-    def add_output(self, tokens: int, spent_ns: int) -> None:
-        """Adds an output of one or more tokens."""
-        self.tokens += tokens
-        self.spent_ns += spent_ns
-        self._ns_per_token.append(spent_ns / tokens)
+    def spent_ns(self) -> int:
+        """Returns the sum of their times."""
+        return sum([spent_ns for _, spent_ns in self.outputs])
 
     def estimate_rest(self, tokens: int) -> int:
         """Returns the ns of those of all `tokens` of the stream that were not timed.
@@ -34,4 +34,5 @@ class DetokenizeSample:
         The median is used, because one wait for the GIL in the sample would count for all tokens.
         """
         later = max(tokens - self.tokens, 0)
-        return round(later * median(self._ns_per_token)) if self._ns_per_token else 0
+        ns_per_token = [spent_ns / timed for timed, spent_ns in self.outputs]
+        return round(later * median(ns_per_token)) if ns_per_token else 0

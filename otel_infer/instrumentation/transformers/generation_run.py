@@ -45,7 +45,7 @@ class GenerationRun:
         self.stepping = self.drafting = self.prefilled = False
         self.accepted_tokens = 1
         self.pid = os.getpid()
-        self.detokenize_sample = DetokenizeSample()
+        self.detokenize_sample, self.is_detokenizing_sampled = DetokenizeSample(), False
         self.timing_handle: Any = UNTIMED
         self.device: Any = None
         self.has_waited = False
