@@ -147,7 +147,10 @@ def _call_traced(module: Any, /, *args: Any, **kwargs: Any) -> Any:
     finally:
         torch_suppressed.reset(flag)
         try:
-            items = _read_batch_size(args, kwargs) if failure is None else events.RAISED
+            first: Any = args[0] if args else next(iter(kwargs.values()), None)
+            shape: Any = first.shape if type(first) is _call_descriptor.tensor else ()
+            items = int(shape[0]) if len(shape) > 1 else _read_batch_size(args, kwargs)
+            items = items if failure is None else events.RAISED
             if token is None and handle == UNTIMED:
                 request.record_stage(STAGE, started_at, items)
             else:

@@ -89,6 +89,7 @@ def torch(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeTorch]:
     monkeypatch.setattr(calls, "bind_torch_functions", lambda: None)
     monkeypatch.setattr(calls, "is_dynamo_compiling", lambda: fake.compiling, raising=False)
     monkeypatch.setattr(calls, "compiler", fake, raising=False)
+    monkeypatch.setattr(calls, "tensor", Tensor, raising=False)
     monkeypatch.setattr(calls, "is_tracing", lambda: fake.tracing, raising=False)
     monkeypatch.setattr(calls, "is_grad_enabled", lambda: fake.grad, raising=False)
     yield fake
