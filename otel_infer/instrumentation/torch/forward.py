@@ -78,7 +78,7 @@ class _CallDescriptor:
     is_dynamo_compiling: Callable[[], bool]
     is_grad_enabled: Callable[[], bool]
     is_tracing: Callable[[], bool]
-    tensor: type
+    tensor: Any
 
     def bind_torch_functions(self) -> None:
         """Stores the functions of torch that report compiling, tracing and gradients."""
