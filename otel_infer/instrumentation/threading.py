@@ -33,7 +33,12 @@ def start_with_context(original: Callable[..., Any], hook: Hook) -> Callable[...
         if hook.alive:
             try:
                 request = start.current_request()
-                if (request is not None or torch_suppressed.get()) and not _is_pool_worker(self):
+                target = getattr(self, "_target", None)
+                is_pool_worker = (
+                    type(self).__module__ in POOL_MODULES
+                    or getattr(target, "__module__", None) in POOL_MODULES
+                )
+                if not is_pool_worker and (request is not None or torch_suppressed.get()):
                     thread_context, has_own_run = ThreadContext(request, starts=True), "run" in vars(self)
                     self.run = partial(_run_in_context, self, has_own_run, self.run, thread_context)
             except Exception as exc:
@@ -60,11 +65,6 @@ def _run_in_context(
 def _is_interpreter_pool(pool: Any) -> bool:
     """Returns whether the pool pickles its jobs (subinterpreters); a `ThreadContext` cannot be pickled."""
     return any(base.__module__ == "concurrent.futures.interpreter" for base in type(pool).__mro__)
-
-
-def _is_pool_worker(thread: Any) -> bool:
-    target = getattr(thread, "_target", None)
-    return type(thread).__module__ in POOL_MODULES or getattr(target, "__module__", None) in POOL_MODULES
 
 
 @instrumentor.patch_hot_path("concurrent.futures.thread:ThreadPoolExecutor.submit", part="pools")

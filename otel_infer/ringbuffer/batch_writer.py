@@ -284,7 +284,13 @@ class BatchWriter:
             writer.write_record(events.SCHEDULED_CODE, head + change)
             return
         pack_into, head_word, cells = CHANGE_LAYOUTS[words]
-        offset = writer.reserve_cells(cells)
+        offset = writer.offset
+        behind = offset + (cells << 6)
+        if behind <= writer.last_offset:  # as `reserve_cells`, without its call
+            writer.offset = behind
+            writer.cells_written += cells
+        else:
+            offset = writer.reserve_cells(cells)
         counter = writer.cells_written - cells + 1
         pack_into(
             writer.memory, offset, counter, head_word, at, step, keyframe, *counts, *load, change, counter

@@ -9,24 +9,20 @@ SAMPLED_OUTPUTS = 8
 
 
 class DetokenizeSample:
-    """The timed outputs of one stream, as (tokens, ns) each. `tokens`: their sum."""
+    """The timed outputs of one stream. `tokens`, `spent_ns`: their sums. `ns_per_token`: of each output."""
 
-    __slots__ = ("outputs", "tokens")
+    __slots__ = ("ns_per_token", "spent_ns", "tokens")
 
     def __init__(self) -> None:
-        self.tokens = 0
-        self.outputs: list[tuple[int, int]] = []
+        self.tokens = self.spent_ns = 0
+        self.ns_per_token: list[float] = []
 
     def add_output(self, tokens: int, spent_ns: int) -> bool:
         """Adds an output of one or more tokens. Returns whether enough outputs were timed."""
         self.tokens += tokens
-        self.outputs.append((tokens, spent_ns))
-        return len(self.outputs) >= SAMPLED_OUTPUTS
-
-    @property
-    def spent_ns(self) -> int:
-        """Returns the sum of their times."""
-        return sum([spent_ns for _, spent_ns in self.outputs])
+        self.spent_ns += spent_ns
+        self.ns_per_token.append(spent_ns / tokens)
+        return len(self.ns_per_token) >= SAMPLED_OUTPUTS
 
     def estimate_rest(self, tokens: int) -> int:
         """Returns the ns of those of all `tokens` of the stream that were not timed.
@@ -34,5 +30,4 @@ class DetokenizeSample:
         The median is used, because one wait for the GIL in the sample would count for all tokens.
         """
         later = max(tokens - self.tokens, 0)
-        ns_per_token = [spent_ns / timed for timed, spent_ns in self.outputs]
-        return round(later * median(ns_per_token)) if ns_per_token else 0
+        return round(later * median(self.ns_per_token)) if later and self.ns_per_token else 0

@@ -24,6 +24,7 @@ from typing import Any
 
 from otel_infer import _clock
 from otel_infer.gpu.timing import UNTIMED
+from otel_infer.instrumentation.hooks.engines import read_model_name
 from otel_infer.instrumentation.hooks.probe import Call, Hook
 from otel_infer.instrumentation.hooks.suppression import suppress_torch
 from otel_infer.instrumentation.transformers import generation_run
@@ -126,7 +127,7 @@ def _begin_generation(call: Call) -> GenerationRun | None:
     if request is None:
         return None
     if not own:
-        name_request(request, OPERATION, call.instance)
+        name_request(request, OPERATION, read_model_name(call.instance))
     if own or not already_submitted.get():
         request.record_submitted(ENGINE, sequences, prompt * rows, get_setting(call, "max_new_tokens"))
     already_submitted.set(False)

@@ -162,8 +162,10 @@ def _wrap_streamer_put(original: Callable[..., Any], hook: Hook) -> Callable[...
             if tokens > sample.tokens:  # the first `put` may be the prompt
                 if not request.tokens_reached:
                     request.record_token_reached()
-                outputs = sample.outputs  # `add_output` would be a frame more
-                outputs.append((tokens - sample.tokens, _clock.now() - started_at))
+                spent_ns, outputs = _clock.now() - started_at, sample.ns_per_token
+                # As `add_output`, without its call: the first outputs of many streams are timed.
+                sample.spent_ns += spent_ns
+                outputs.append(spent_ns / (tokens - sample.tokens))
                 sample.tokens = tokens
                 if len(outputs) >= SAMPLED_OUTPUTS and type(self).put is put:
                     self.put = MethodType(original, self)
