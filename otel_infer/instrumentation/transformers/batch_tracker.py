@@ -140,9 +140,8 @@ class BatchTracker:
         else:
             self.writer.write_single_tokens(flight.step, _clock.now(), discarded)
 
-    def remove_sequence(self, state: Any) -> None:
-        """Removes a sequence from the batch; tokens still in flight for it count as discarded."""
-        self.removed.append(state)
+    def discard_in_flight(self, state: Any) -> None:
+        """Counts the tokens in flight for a removed sequence as discarded."""
         for flight in self.in_flight:
             if (
                 not flight.step

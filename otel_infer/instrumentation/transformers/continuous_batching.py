@@ -60,7 +60,9 @@ def remove_from_batch(scheduler: Any, state: Any) -> None:
     """Removes a sequence from the scheduler's batch."""
     tracker: BatchTracker | None = getattr(scheduler, "_otel_infer_batches", None)
     if tracker is not None and not tracker.closed:
-        tracker.remove_sequence(state)
+        tracker.removed.append(state)
+        if tracker.in_flight:
+            tracker.discard_in_flight(state)
         if not scheduler.active_requests:
             tracker.on_idle()
 
