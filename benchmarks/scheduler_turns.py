@@ -68,6 +68,8 @@ class ModelFreeEngine(Protocol):
     def add_request(self, max_tokens: int, prompt: int) -> None:
         """Adds a request with a prompt of this many tokens."""
 
+    timer: HookTimer
+
     def run_step(self, during: Callable[[], None]) -> int:
         """Schedules a batch, calls `during`, delivers one token per request; returns the number running."""
 
@@ -126,20 +128,29 @@ def install_hooks(library: str) -> Callable[[], int]:
     return importlib.import_module("otel_infer.patching").errors
 
 
-def take_turns(make_engine: Callable[[], ModelFreeEngine], hooked: Hooked, library: str) -> None:
-    """Takes turns until the input ends. The engine is made with the hooks installed."""
-    timer, user = HookTimer(hooked), CacheUser()
+def take_turns(
+    make_engine: Callable[[], ModelFreeEngine], hooked: Hooked, library: str, called: Hooked | None = None
+) -> None:
+    """Takes turns until the input ends. The engine is made with the hooks installed.
+
+    `called`: hooked functions without work of their own, which the engine calls by its timer, because their hooks look at
+    what is in their place.
+    """
+    timer, plain, user = HookTimer(hooked), HookTimer(called or {}), CacheUser()
     timer.wrap_all(timer.read_functions(), -1)
-    bare = timer.read_functions()
+    bare = timer.read_functions(), plain.read_functions()
     count_errors = install_hooks(library)
-    variants = timer.read_functions(), bare
+    variants = (timer.read_functions(), plain.read_functions()), bare
     engine = make_engine()
+    engine.timer = timer
     print("ready", flush=True)
     for line in sys.stdin:
         turn = json.loads(line)
         results = []
-        for functions in variants:
+        for functions, unchanged in variants:
             timer.wrap_all(functions, 1)
+            for owner, name, function in unchanged:
+                setattr(owner, name, function)
             results.append(statistics.median(run_turn(engine, timer, user, turn)))
         if count_errors():
             raise RuntimeError("a hook raised and was disabled, so the measurement is invalid")

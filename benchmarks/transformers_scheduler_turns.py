@@ -15,7 +15,7 @@ from typing import Any
 os.environ.update(HF_HUB_OFFLINE="1")
 
 import torch
-from scheduler_turns import take_turns
+from scheduler_turns import HookTimer, take_turns
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingIOs
 from transformers.generation.continuous_batching.model_runner import ModelRunner
@@ -27,12 +27,14 @@ HOOKED: dict[type, tuple[str, ...]] = {
     FIFOScheduler: ("schedule_batch",),
     Scheduler: ("add_waiting_request", "clear_cancelled_requests", "finish_request"),
     ContinuousBatchingIOs: ("prepare_batch_update",),
-    ModelRunner: ("compute_batch",),
 }
+CALLED: dict[type, tuple[str, ...]] = {ModelRunner: ("compute_batch",)}
 
 
 class ModelFreeEngine:
     """A batch processor, its requests, and results of one token each in place of a model."""
+
+    timer: HookTimer
 
     def __init__(self, model: str) -> None:
         generation = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)
@@ -66,7 +68,7 @@ class ModelFreeEngine:
         futures = scheduler.schedule_batch(processor.max_batch_tokens, processor.cache.max_tokens_read)[0]
         for future in futures:
             future.state.position_offset += len(future.state.tokens_to_process)
-        processor.model_runner.compute_batch(None, {})
+        self.timer.add_time(processor.model_runner.compute_batch, 1)(None, {})
         during()
         processor.inputs_and_outputs.requests_in_batch = futures
         processor.update_batch()
@@ -92,4 +94,4 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     ContinuousBatchingIOs.prepare_batch_update = deliver_tokens
     ModelRunner.compute_batch = lambda runner, model, batch_data: None
-    take_turns(lambda: ModelFreeEngine(sys.argv[1]), HOOKED, "transformers")
+    take_turns(lambda: ModelFreeEngine(sys.argv[1]), HOOKED, "transformers", CALLED)

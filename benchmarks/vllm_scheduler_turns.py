@@ -15,7 +15,7 @@ from collections.abc import Callable
 os.environ.update(VLLM_CPU_KVCACHE_SPACE="1", HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1")
 
 import torch
-from scheduler_turns import take_turns
+from scheduler_turns import HookTimer, take_turns
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
@@ -36,6 +36,8 @@ HOOKED: dict[type, tuple[str, ...]] = {
 
 class ModelFreeEngine:
     """A scheduler, its requests, and results of one token each in place of a model."""
+
+    timer: HookTimer
 
     def __init__(self, model: str) -> None:
         self.config = EngineArgs(
