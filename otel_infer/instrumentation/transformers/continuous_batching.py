@@ -16,7 +16,7 @@ from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
 
-from otel_infer import _clock
+from otel_infer._clock import now
 from otel_infer.instrumentation.hooks.probe import Hook
 from otel_infer.instrumentation.hooks.suppression import suppress_torch
 from otel_infer.instrumentation.transformers._instrumentor import ENGINE, instrumentor
@@ -114,25 +114,27 @@ def _wrap_schedule_batch(original: Callable[..., Any], hook: Hook) -> Callable[.
                 if not (futures := result[0]):
                     return result
                 tracker: Any = getattr(self, "_otel_infer_batches", None)
-                is_usable = tracker is not None and not tracker.closed and tracker.writer.alive
-                if not is_usable and (tracker := _create_tracker(self)) is None:
-                    return result
+                if tracker is None or tracker.closed or not tracker.writer.alive:
+                    tracker = _create_tracker(self)
+                    if tracker is None:
+                        return result
                 active, size, tokens = self.active_requests, len(futures), result[2]
                 is_decode = tokens == size and futures[-1].has_new_token and not self._requests_to_fork
-                used = tracker.kv_total - round(tracker.read_free() * tracker.free_scale)
-                load = used, tracker.kv_total, len(active), len(self.waiting_requests)
-                at, last, step = _clock.now(), tracker.last_states, 0
+                total, waiting = tracker.kv_total, len(self.waiting_requests)
+                used = total - round(tracker.read_free() * tracker.free_scale)
+                at, last, step = now(), tracker.last_states, 0
                 if at >= tracker.timing_due_at:
                     current_loop.latest = tracker
                     if tracker.resting_runner is not None:
                         tracker.end_rest()
                 if is_decode and size == len(active) == len(last) and not tracker.removed:
-                    step = tracker.writer.write_unchanged(size, *load, at)
+                    step = tracker.writer.write_unchanged(size, used, total, size, waiting, at)
                 if step:
                     flight = InFlightBatch()
                     flight.step, flight.first_future, flight.states = step, futures[0], last
                     tracker.in_flight.append(flight)
                 else:
+                    load = used, total, len(active), waiting
                     tracker.record_changed(active, futures, tokens, is_decode, load)
             except Exception as exc:
                 hook.mark_failed(exc)
