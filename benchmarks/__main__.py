@@ -31,6 +31,7 @@ SECTIONS = (
     "simulated_loop",
     "transformers_loop",
     "throughput",
+    "transformers_scheduler",
     "sidecar",
     "asgi",
     "peers",

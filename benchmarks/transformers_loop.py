@@ -48,7 +48,9 @@ from benchmarks.verdict import (
     relax_control,
 )
 
-AT_ONCE = 256
+AT_ONCE, FEWER = 256, (8, 64)
+FEWER_P50_LIMIT, FEWER_P99_LIMIT = 0.5, 1.0
+"""Gates of the hooks alone where fewer run, % of a step."""
 Step = tuple[int, int, int, int]
 """A step, ns: wall clock, CPU time, the slower of the probes before and after it, and the hooks' own time."""
 Column = NDArray[np.float64]
@@ -80,6 +82,9 @@ def measure(quick: bool) -> list[Line]:
             )
             with load.own_time.time_our_hooks():
                 our_times = load.measure_own_times(OurHooks(), own_loads)
+            fewer = [
+                line for at_once in FEWER for line in measure_fewer(Load(mine, at_once), own_loads, exporting)
+            ]
         with load.run_manager():
             stock = StockHooks(Stock(receiver.endpoint))
             theirs = load.measure_rounds(stock, stock_loads, STOCK_TURN, stock.stock.flush)
@@ -87,7 +92,27 @@ def measure(quick: bool) -> list[Line]:
             stock_times = load.measure_own_times(stock, -(-own_loads // 2))
             stock.stock.close()
     lines = make_lines(load.name, ours, loads, theirs, neighbours.PACE_LIMIT)
-    return [*lines, *make_own_lines(load.name, our_times, stock_times, ours, theirs), lost]
+    return [*lines, *make_own_lines(load.name, our_times, stock_times, ours, theirs), lost, *fewer]
+
+
+def measure_fewer(load: Load, loads: int, exporting: Exporting) -> list[Line]:
+    """Returns the rows of the hooks' own time where fewer requests run, of a bare step."""
+    with load.run_manager():
+        rounds = load.measure_rounds(OurHooks(), loads, TURN)
+        with load.own_time.time_our_hooks():
+            times = load.measure_own_times(OurHooks(), loads)
+        exporting.flush()
+    bare = float(np.median([np.median(block.wall) for block in (*rounds.bare, *rounds.again)]))
+    p50 = estimate_median([float(np.median(steps)) for steps in times])
+    p99 = bootstrap_figure(len(times), lambda rows: pool_percentile(times, rows, 99) / bare)
+    claim, note = f"{load.name}: hooks alone", f"bare p50 {bare / 1000:.0f} µs"
+    return [
+        make_line(f"{claim}, p50", "µs", p50.scale_by(1 / 1000)),
+        make_line(
+            f"{claim}, p50, of a step", "%", p50.scale_by(100 / bare), Gate(FEWER_P50_LIMIT), note=note
+        ),
+        make_line(f"{claim}, p99, of a step", "%", p99.scale_by(100), Gate(FEWER_P99_LIMIT)),
+    ]
 
 
 def make_own_lines(

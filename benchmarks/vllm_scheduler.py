@@ -2,6 +2,8 @@
 
     make bench-vllm ARGS="--only vllm_scheduler"
 
+`transformers_scheduler` measures the hooks on transformers' scheduler in the same way.
+
 Each release has a process of its own. They take turns, because the machine's pace changes: a pair of turns gives a ratio. The unit of
 the warm gates is the step of an own list, unchanged, as in the section hooks, measured in the same round.
 """
@@ -26,6 +28,7 @@ from benchmarks.verdict import Figure, Gate, Line
 from otel_infer.cli.demo.model import make_demo_model
 
 ROOT = Path(__file__).parents[1]
+SCHEDULER = "vLLM's scheduler"
 OLDER = "404832e"
 """The release before hooks relied on vLLM's own report of what changed."""
 SIZES = 1, 8, 64, 256
@@ -50,11 +53,11 @@ class Turn(NamedTuple):
     changes: bool
     uses_caches: bool
 
-    def describe(self) -> str:
-        """Returns the begin of a claim."""
+    def describe(self, scheduler: str) -> str:
+        """Returns the begin of a claim about this scheduler."""
         members = "one joins and one leaves per step" if self.changes else "members constant"
         caches = "caches used by something else" if self.uses_caches else "warm caches"
-        return f"vLLM's scheduler, {self.size} running, {members}, {caches}"
+        return f"{scheduler}, {self.size} running, {members}, {caches}"
 
 
 TURNS = [Turn(*kind) for kind in product(SIZES, (False, True), (False, True))]
@@ -63,8 +66,8 @@ TURNS = [Turn(*kind) for kind in product(SIZES, (False, True), (False, True))]
 class Release:
     """A process with the hooks of one release, found at `path`."""
 
-    def __init__(self, path: Path, model: Path) -> None:
-        command = [sys.executable, str(ROOT / "benchmarks" / "vllm_scheduler_turns.py"), str(model)]
+    def __init__(self, path: Path, model: Path, script: str) -> None:
+        command = [sys.executable, str(ROOT / "benchmarks" / script), str(model)]
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -79,7 +82,7 @@ class Release:
         for line in self._process.stdout:
             if line.startswith(what):
                 return line
-        raise RuntimeError("a process with vLLM's scheduler ended early")
+        raise RuntimeError("a process with a scheduler ended early")
 
     def take_turn(self, turn: Turn, steps: int, cores: set[int]) -> float:
         """Returns the time of the hooks per step, ns."""
@@ -98,12 +101,15 @@ class Release:
 
 
 @contextmanager
-def _start_releases() -> Iterator[tuple[Release, Release | None]]:
+def _start_releases(script: str) -> Iterator[tuple[Release, Release | None]]:
     """Yields this release and the older one; None where it cannot be built, as without git or a package index."""
     with tempfile.TemporaryDirectory() as folder:
         model = make_demo_model(Path(folder) / "model")
         older = _install_older(Path(folder))
-        releases = Release(ROOT, model), Release(older, model) if older is not None else None
+        releases = (
+            Release(ROOT, model, script),
+            Release(older, model, script) if older is not None else None,
+        )
         try:
             yield releases
         finally:
@@ -127,12 +133,17 @@ def _install_older(folder: Path) -> Path | None:
 
 
 def measure(quick: bool) -> list[Line]:
-    """Measures all turns in each round, in random order."""
+    """Measures vLLM's scheduler."""
+    return measure_scheduler(SCHEDULER, "vllm_scheduler_turns.py", quick)
+
+
+def measure_scheduler(scheduler: str, script: str, quick: bool) -> list[Line]:
+    """Measures all turns in each round, in random order. `script`: takes the turns."""
     rounds, steps = (QUICK_ROUNDS, QUICK_STEPS) if quick else (ROUNDS, STEPS)
     own_list.record_in_memory()
     unit, rng = next(iter(own_list.make_cases())), random.Random(1)
     costs: dict[Turn, list[tuple[float, float, float]]] = {turn: [] for turn in TURNS}
-    with _start_releases() as (ours, older):
+    with _start_releases(script) as (ours, older):
         allowed = machine.read_allowed_cores()
         for number in range(rounds):
             core = machine.find_fastest_core(allowed)
@@ -142,7 +153,7 @@ def measure(quick: bool) -> list[Line]:
                 taken = {one: one.take_turn(turn, steps, core) for one in in_turn if one is not None}
                 before = taken[older] if older is not None else float("nan")
                 costs[turn].append((taken[ours], before, _measure_unit(unit)))
-    return [line for turn in TURNS for line in make_lines(turn, costs[turn])]
+    return [line for turn in TURNS for line in make_lines(turn, costs[turn], scheduler)]
 
 
 def _measure_unit(case: Case) -> float:
@@ -154,7 +165,7 @@ def _measure_unit(case: Case) -> float:
     return taken[1] - taken[0]
 
 
-def make_lines(turn: Turn, costs: list[tuple[float, float, float]]) -> list[Line]:
+def make_lines(turn: Turn, costs: list[tuple[float, float, float]], scheduler: str = SCHEDULER) -> list[Line]:
     """Returns the rows of a turn, of (ours, older, unit) per round. The gates are for constant members."""
     ours = verdict.estimate_median([cost / 1000 for cost, _, _ in costs])
     note = f"{ours.value:.1f} µs [{ours.low:.1f}, {ours.high:.1f}] per step"
@@ -162,19 +173,19 @@ def make_lines(turn: Turn, costs: list[tuple[float, float, float]]) -> list[Line
     if not turn.uses_caches:
         gate = None if turn.changes else Gate(WARM_GATES[turn.size])
         multiple = verdict.estimate_median([cost / unit for cost, _, unit in costs])
-        claim = f"{turn.describe()}: hooks, as a multiple of an own list unchanged"
+        claim = f"{turn.describe(scheduler)}: hooks, as a multiple of an own list unchanged"
         lines.append(verdict.make_line(claim, "×", multiple, gate, note=note))
     shares = verdict.estimate_median([cost / before for cost, before, _ in costs])
     if shares.value == shares.value:
-        lines.append(make_share_line(turn, shares, note))
+        lines.append(make_share_line(turn, shares, note, scheduler))
     return lines
 
 
-def make_share_line(turn: Turn, shares: Figure, note: str) -> Line:
+def make_share_line(turn: Turn, shares: Figure, note: str, scheduler: str) -> Line:
     """Returns the row of the share of the older release. A gate fails by the upper bound, with no third verdict."""
     gate = Gate(MAX_SHARE) if turn.uses_caches and not turn.changes else None
     line = verdict.make_line(
-        f"{turn.describe()}: hooks, as a share of those of {OLDER}", "", shares, gate, note=note
+        f"{turn.describe(scheduler)}: hooks, as a share of those of {OLDER}", "", shares, gate, note=note
     )
     if line.verdict == verdict.INCONCLUSIVE:
         line.verdict = verdict.FAIL

@@ -61,13 +61,13 @@ class _ThreadSlot:
 
 
 class _ThreadState(threading.local):
-    """The slot of a thread. `checked_at`: when the thread last checked for a device.
+    """The slot of a thread. `check_due_at`: when the thread checks for a device again; 0 if it has one.
 
     `host_due_at`: when the host's clock times the next step of the thread.
     """
 
     slot: _ThreadSlot | None = None
-    checked_at = host_due_at = 0
+    check_due_at = host_due_at = 0
 
 
 class DeviceTiming:
@@ -75,24 +75,21 @@ class DeviceTiming:
 
     def __init__(self, find_device: Callable[[], Device | None] = current_device) -> None:
         self.is_on = True
+        self.thread = _ThreadState()
+        """What is known of the calling thread: before its `check_due_at`, `begin` would time nothing for a stage."""
         self.on_first_use: Callable[[Device], Callable[[], None]] | None = None
         """Called at the first use of a device; the timing thread calls the returned function in each cycle.
         """
         self._find_device = find_device
-        self._lock, self._thread = threading.Lock(), _ThreadState()
+        self._lock = threading.Lock()
         self._worker: _TimingThread | None = None
         os.register_at_fork(after_in_child=self._reset_after_fork)
 
     @property
     def is_device_timed(self) -> bool:
         """Returns whether the calling thread has a timeline for launches on its device."""
-        slot = self._thread.slot
+        slot = self.thread.slot
         return slot is not None and slot.timeline is not None
-
-    def may_use_device(self, now: int) -> bool:
-        """Returns whether `begin` is worth a call: the thread has a device, or is to look for one again."""
-        thread = self._thread
-        return thread.slot is not None or (self.is_on and now - thread.checked_at >= DEVICE_CHECK_NS)
 
     def begin(
         self, stream: object = None, always: bool = False, is_step: bool = True, on: Any = None
@@ -104,7 +101,7 @@ class DeviceTiming:
         `UNTIMED` if the step is not sampled, which on a device cannot be with `always`. `is_step` is False for
         parts of a step on another stream: they are always timed and do not affect the sample rate.
         """
-        thread, now = self._thread, _clock.now()
+        thread, now = self.thread, _clock.now()
         slot = thread.slot
         if slot is not None and slot.timeline is not None:
             if on is not None and not slot.matches_device(on):
@@ -113,7 +110,7 @@ class DeviceTiming:
                 return UNTIMED
             span = slot.timeline.begin_span(stream, is_step)
             return now if span is None else span
-        if slot is None and self.is_on and now - thread.checked_at >= DEVICE_CHECK_NS:
+        if slot is None and now >= thread.check_due_at:
             self._register_thread(now)
         if is_step and now < thread.host_due_at:
             return UNTIMED
@@ -151,14 +148,15 @@ class DeviceTiming:
         worker, self._worker = self._worker, None
         if worker is not None:
             worker.stop()
-            _never_freed.extend((worker, self._thread))
-        self._thread = _ThreadState()
+            _never_freed.extend((worker, self.thread))
+        self.thread = _ThreadState()
 
     def _register_thread(self, now: int) -> None:
-        self._thread.checked_at = now
-        device = self._find_device()
+        self.thread.check_due_at = now + DEVICE_CHECK_NS
+        device = self._find_device() if self.is_on else None
         if device is not None:
-            slot = self._thread.slot = _ThreadSlot(device)
+            self.thread.check_due_at = 0
+            slot = self.thread.slot = _ThreadSlot(device)
             with self._lock:
                 worker = self._worker
                 if worker is None:
@@ -168,8 +166,8 @@ class DeviceTiming:
 
     def _reset_after_fork(self) -> None:
         """Resets a forked child, where CUDA is unusable, even to free an event."""
-        _never_freed.extend((self._worker, self._thread.slot))
-        self._lock, self._thread, self._worker = threading.Lock(), _ThreadState(), None
+        _never_freed.extend((self._worker, self.thread.slot))
+        self._lock, self.thread, self._worker = threading.Lock(), _ThreadState(), None
 
 
 _never_freed: list[object] = []

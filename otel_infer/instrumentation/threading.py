@@ -11,8 +11,8 @@ thread_inherit_context`).
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from otel_infer.instrumentation.hooks.instrumentor import Instrumentor
@@ -30,21 +30,22 @@ instrumentor = Instrumentor("threading", "python", ("threading",))
 @instrumentor.patch_hot_path("threading:Thread.start")
 def start_with_context(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     def start_with_context(self: Any) -> Any:
-        if hook.alive and (torch_suppressed.get() or start.current_request() is not None):
+        if hook.alive:
             try:
-                if not _is_pool_worker(self):
-                    _propagate_context(self)
+                request = start.current_request()
+                target = getattr(self, "_target", None)
+                is_pool_worker = (
+                    type(self).__module__ in POOL_MODULES
+                    or getattr(target, "__module__", None) in POOL_MODULES
+                )
+                if not is_pool_worker and (request is not None or torch_suppressed.get()):
+                    thread_context, has_own_run = ThreadContext(request, starts=True), "run" in vars(self)
+                    self.run = partial(_run_in_context, self, has_own_run, self.run, thread_context)
             except Exception as exc:
                 hook.mark_failed(exc)
         return original(self)
 
     return start_with_context
-
-
-def _propagate_context(thread: Any) -> None:
-    """Replaces `run` of a thread that is about to start, so that it runs in our part of this context."""
-    thread_context = ThreadContext(starts=True)
-    thread.run = functools.partial(_run_in_context, thread, "run" in vars(thread), thread.run, thread_context)
 
 
 def _run_in_context(
@@ -66,17 +67,13 @@ def _is_interpreter_pool(pool: Any) -> bool:
     return any(base.__module__ == "concurrent.futures.interpreter" for base in type(pool).__mro__)
 
 
-def _is_pool_worker(thread: Any) -> bool:
-    target = getattr(thread, "_target", None)
-    return type(thread).__module__ in POOL_MODULES or getattr(target, "__module__", None) in POOL_MODULES
-
-
 @instrumentor.patch_hot_path("concurrent.futures.thread:ThreadPoolExecutor.submit", part="pools")
 def submit_with_context(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     def submit_with_context(self: Any, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        propagates = hook.alive and (torch_suppressed.get() or start.current_request() is not None)
+        request = start.current_request() if hook.alive else None
+        propagates = request is not None or (hook.alive and torch_suppressed.get())
         if propagates and not _is_interpreter_pool(self):
-            return original(self, ThreadContext().run, fn, *args, **kwargs)
+            return original(self, ThreadContext(request).run, fn, *args, **kwargs)
         return original(self, fn, *args, **kwargs)
 
     return submit_with_context

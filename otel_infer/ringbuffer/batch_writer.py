@@ -105,7 +105,19 @@ class BatchWriter:
         if at >= writer.next_check_at:
             writer.check_keyframe(at)
         writer.step = step = writer.step + 1
-        self._write_change(at, members, left, tokens, several, kv_used, kv_total, running, waiting)
+        removed = handles = b""
+        if len(left) <= MAX_CHANGES:
+            if left:
+                removed = self._remove_members(left)
+            newcomers = members[len(self._members) :]
+            if newcomers and len(newcomers) <= MAX_CHANGES:
+                handles = self._append_members(newcomers)
+        keyframe = members != self._members or step >= writer.next_keyframe_step
+        if keyframe:
+            removed, handles = b"", self._begin_keyframe(at, members)
+        column = tokens or (self._pack_several(several) if several else b"")
+        load = kv_used, kv_total, running, waiting
+        self._write_record(at, keyframe, removed, handles, column, bool(tokens), *load)
         return step
 
     def write_changed(
@@ -135,7 +147,8 @@ class BatchWriter:
         handles = self._append_members(joined)
         writer.step += 1
         load = kv_used, kv_total, running, waiting
-        self._write_record(at, False, removed, handles, b"", self._pack_several(several), *load)
+        pairs = self._pack_several(several) if several else b""
+        self._write_record(at, False, removed, handles, pairs, False, *load)
         return writer.step
 
     def write_done(
@@ -229,32 +242,13 @@ class BatchWriter:
         self._next_ordinal = ordinal
         return packed
 
-    def _write_change(
-        self,
-        at: int,
-        members: list[Any],
-        left: Sequence[Any],
-        column: bytes,
-        several: Sequence[tuple[Any, int]],
-        *load: int,
-    ) -> None:
-        """Writes the change, or the whole batch."""
-        removed = handles = b""
-        if len(left) <= MAX_CHANGES:
-            if left:
-                removed = self._remove_members(left)
-            newcomers = members[len(self._members) :]
-            if newcomers and len(newcomers) <= MAX_CHANGES:
-                handles = self._append_members(newcomers)
-        predicted = members == self._members
-        keyframe = not predicted or self._writer.step >= self._writer.next_keyframe_step
-        if keyframe:
-            if not predicted:
-                self._replace_batch(members)
-            removed, handles = b"", bytes(self._packed_handles)
-            self._writer.next_keyframe_step = self._writer.step + KEYFRAME_STEPS
-            self._writer.next_keyframe_at = at + KEYFRAME_NS
-        self._write_record(at, keyframe, removed, handles, column, self._pack_several(several), *load)
+    def _begin_keyframe(self, at: int, members: list[Any]) -> bytes:
+        """Takes over the members if they are not those predicted; returns the handles of all."""
+        if members != self._members:
+            self._replace_batch(members)
+        self._writer.next_keyframe_step = self._writer.step + KEYFRAME_STEPS
+        self._writer.next_keyframe_at = at + KEYFRAME_NS
+        return bytes(self._packed_handles)
 
     def _pack_several(self, several: Sequence[tuple[Any, int]]) -> bytes:
         """Returns position and tokens of these members, packed; members that are not in the batch are left out."""
@@ -267,13 +261,22 @@ class BatchWriter:
         return pairs
 
     def _write_record(
-        self, at: int, keyframe: bool, removed: bytes, handles: bytes, column: bytes, pairs: bytes, *load: int
+        self,
+        at: int,
+        keyframe: bool,
+        removed: bytes,
+        handles: bytes,
+        tokens: bytes,
+        is_column: bool,
+        *load: int,
     ) -> None:
-        """Writes a change or a keyframe of the members as they are now."""
-        change = removed + handles + (column or pairs)
-        left_count, joined, words = len(removed) >> 2, len(handles) >> 2, len(change) >> 2
-        exceptions = events.COLUMN if column else len(pairs) >> 3
-        counts = left_count, joined, exceptions, len(self._members)
+        """Writes a change or a keyframe of the members as they are now.
+
+        `tokens`: a u32 column, or (position, tokens) of some.
+        """
+        change = removed + handles + tokens
+        words, exceptions = len(change) >> 2, events.COLUMN if is_column else len(tokens) >> 3
+        counts = len(removed) >> 2, len(handles) >> 2, exceptions, len(self._members)
         writer = self._writer
         writer.size, step = len(self._members), writer.step
         if words >= len(CHANGE_LAYOUTS):
@@ -281,7 +284,13 @@ class BatchWriter:
             writer.write_record(events.SCHEDULED_CODE, head + change)
             return
         pack_into, head_word, cells = CHANGE_LAYOUTS[words]
-        offset = writer.reserve_cells(cells)
+        offset = writer.offset
+        behind = offset + (cells << 6)
+        if behind <= writer.last_offset:  # as `reserve_cells`, without its call
+            writer.offset = behind
+            writer.cells_written += cells
+        else:
+            offset = writer.reserve_cells(cells)
         counter = writer.cells_written - cells + 1
         pack_into(
             writer.memory, offset, counter, head_word, at, step, keyframe, *counts, *load, change, counter

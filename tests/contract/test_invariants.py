@@ -447,7 +447,7 @@ def _count_with_transformers(size: int) -> list[int]:
 
         counts = [*step(), *step(), *step(), *step()]
         leaving = futures[0].state
-        counts.append(count_opcodes(lambda: scheduler._otel_infer_batches.remove_sequence(leaving)))
+        counts.append(count_opcodes(lambda: continuous_batching.remove_from_batch(scheduler, leaving)))
         futures = [*futures[1:], Future(size)]
         counts += step()
         assert hook.alive

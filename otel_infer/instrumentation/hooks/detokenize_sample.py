@@ -9,24 +9,20 @@ SAMPLED_OUTPUTS = 8
 
 
 class DetokenizeSample:
-    """The timed outputs of one stream. `tokens`, `spent_ns`: their sums."""
+    """The timed outputs of one stream. `tokens`, `spent_ns`: their sums. `ns_per_token`: of each output."""
 
-    __slots__ = ("_ns_per_token", "spent_ns", "tokens")
+    __slots__ = ("ns_per_token", "spent_ns", "tokens")
 
     def __init__(self) -> None:
         self.tokens = self.spent_ns = 0
-        self._ns_per_token: list[float] = []
+        self.ns_per_token: list[float] = []
 
-    @property
-    def is_full(self) -> bool:
-        """Returns whether enough outputs were timed."""
-        return len(self._ns_per_token) >= SAMPLED_OUTPUTS
-
-    def add_output(self, tokens: int, spent_ns: int) -> None:
-        """Adds an output of one or more tokens."""
+    def add_output(self, tokens: int, spent_ns: int) -> bool:
+        """Adds an output of one or more tokens. Returns whether enough outputs were timed."""
         self.tokens += tokens
         self.spent_ns += spent_ns
-        self._ns_per_token.append(spent_ns / tokens)
+        self.ns_per_token.append(spent_ns / tokens)
+        return len(self.ns_per_token) >= SAMPLED_OUTPUTS
 
     def estimate_rest(self, tokens: int) -> int:
         """Returns the ns of those of all `tokens` of the stream that were not timed.
@@ -34,4 +30,4 @@ class DetokenizeSample:
         The median is used, because one wait for the GIL in the sample would count for all tokens.
         """
         later = max(tokens - self.tokens, 0)
-        return round(later * median(self._ns_per_token)) if self._ns_per_token else 0
+        return round(later * median(self.ns_per_token)) if later and self.ns_per_token else 0

@@ -11,7 +11,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from otel_infer.instrumentation.hooks.suppression import loading_for_engine, torch_suppressed
-from otel_infer.tracing import context, request_span, start
+from otel_infer.tracing import context, request_span
 
 
 class ThreadContext:
@@ -22,17 +22,18 @@ class ThreadContext:
 
     __slots__ = ("_otel_context", "_variables")
 
-    def __init__(self, *, starts: bool = False) -> None:
+    def __init__(self, request: request_span.RequestSpan | None, *, starts: bool = False) -> None:
+        """`request`: the current one."""
         self._otel_context = context.current_context()
+        owner = request_span.thread_owner.get()
+        if starts and request is not None:
+            owner = request, self._otel_context.get(context.SPAN_KEY)
+        # Written out, because a comprehension is a frame in Python 3.11.
         self._variables: list[tuple[ContextVar[Any], Any]] = [
-            (variable, variable.get()) for variable in (torch_suppressed, loading_for_engine)
+            (torch_suppressed, torch_suppressed.get()),
+            (loading_for_engine, loading_for_engine.get()),
+            (request_span.thread_owner, owner),
         ]
-        self._variables.append(
-            (
-                request_span.thread_owner,
-                start.capture_for_thread() if starts else request_span.thread_owner.get(),
-            )
-        )
 
     def add_variable(self, variable: ContextVar[Any], value: Any) -> ThreadContext:
         """Adds a context variable to be set in `run`, and returns this object."""
@@ -42,10 +43,13 @@ class ThreadContext:
     def run(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Calls `fn` in the calling thread, with the captured context and variables set for the call."""
         token = context.attach(self._otel_context)
-        tokens = [(variable, variable.set(value)) for variable, value in self._variables]
+        tokens = []
+        for variable, value in self._variables:
+            tokens.append(variable.set(value))
         try:
             return fn(*args, **kwargs)
         finally:
-            for variable, variable_token in reversed(tokens):
-                variable.reset(variable_token)
+            while tokens:
+                variable_token = tokens.pop()
+                variable_token.var.reset(variable_token)
             context.detach(token)

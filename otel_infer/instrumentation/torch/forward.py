@@ -22,7 +22,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from types import MethodType
-from typing import Any, NamedTuple
+from typing import Any
 
 from otel_infer import _clock
 from otel_infer.gpu.timed_work import StageWork
@@ -35,8 +35,9 @@ from otel_infer.instrumentation.hooks.target import TargetMismatch
 from otel_infer.ringbuffer import events
 from otel_infer.ringbuffer.recorder import recorder
 from otel_infer.tracing import request_span, start
-from otel_infer.tracing.context import detach
+from otel_infer.tracing.context import current_context, detach
 from otel_infer.tracing.outcome import classify_exception
+from otel_infer.tracing.request_span import REQUEST_KEY
 
 PROVIDER, OPERATION, STAGE = events.TORCH, "inference", events.FORWARD
 ENGINE_MODULES = ("vllm.", "sglang.", "tensorrt_llm.")
@@ -73,15 +74,18 @@ class _CallDescriptor:
     """
 
     hook = Hook("")
-    is_compiling: Callable[[], bool]
+    compiler: Any
+    is_dynamo_compiling: Callable[[], bool]
     is_grad_enabled: Callable[[], bool]
     is_tracing: Callable[[], bool]
+    tensor: Any
 
     def bind_torch_functions(self) -> None:
         """Stores the functions of torch that report compiling, tracing and gradients."""
         import torch
 
-        self.is_compiling = torch.compiler.is_compiling
+        self.compiler, self.tensor = torch.compiler, torch.Tensor
+        self.is_dynamo_compiling = torch.compiler.is_dynamo_compiling
         self.is_tracing = getattr(
             torch._C, "_is_tracing", torch.jit.is_tracing
         )  # the latter calls the former
@@ -90,9 +94,11 @@ class _CallDescriptor:
     def __get__(self, module: Any, owner: Any = None) -> Any:
         if module is None:
             return None
-        # `is_compiling` is first: under torch.compile it is a constant, and dynamo skips the rest.
+        # `is_dynamo_compiling` is first: under torch.compile it is a constant, and dynamo skips the rest. With
+        # the flag it is `torch.compiler.is_compiling`, which is two calls.
         if (
-            self.is_compiling()
+            self.is_dynamo_compiling()
+            or self.compiler._is_compiling_flag
             or torch_suppressed.get()
             or id(module) not in _outermost_modules
             or not self.hook.alive
@@ -115,81 +121,81 @@ _call_descriptor = _CallDescriptor()
 
 
 def _call_traced(module: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """Calls a module as a stage of its request. Most calls enter no other function of ours but the last."""
     inner = module.__dict__.get(_CALL_ATTRIBUTE) or module._call_impl
-    forward = _begin_forward(module)
-    if forward is None:
+    started_at, token, handle = _clock.now(), None, UNTIMED
+    try:
+        request = None if _call_descriptor.is_tracing() else current_context().get(REQUEST_KEY)
+        if request is None or request.ended:
+            request, token = _open_request(module)
+        elif not request.is_named and not request.has_forward_name:  # the first model that served it
+            request.has_forward_name = True
+            request.set_operation(OPERATION, PROVIDER, _model_names.get(id(module)) or _read_name(module))
+        if request is not None and started_at >= timing.thread.check_due_at:
+            handle = _begin_timing(module)
+    except BaseException as exc:
+        _call_descriptor.hook.mark_failed(exc)
+        request = None
+    if request is None:
         return inner(*args, **kwargs)
-    token = torch_suppressed.set(True)
-    failure: BaseException | None = None
+    flag, failure = torch_suppressed.set(True), None
     try:
         return inner(*args, **kwargs)
     except BaseException as exc:
         failure = exc
         raise
     finally:
-        torch_suppressed.reset(token)
-        _end_forward(forward, args, kwargs, failure)
+        torch_suppressed.reset(flag)
+        try:
+            first: Any = args[0] if args else next(iter(kwargs.values()), None)
+            shape: Any = first.shape if type(first) is _call_descriptor.tensor else ()
+            items = int(shape[0]) if len(shape) > 1 else _read_batch_size(args, kwargs)
+            items = items if failure is None else events.RAISED
+            if token is None and handle == UNTIMED:
+                request.record_stage(STAGE, started_at, items)
+            else:
+                _end_forward(request, started_at, token, handle, failure, items)
+        except BaseException as exc:
+            _call_descriptor.hook.mark_failed(exc)
         del failure  # breaks the reference cycle with its traceback
 
 
-class _ForwardCall(NamedTuple):
-    """A running call of an outermost module. `token`: None if the call is a stage, not a separate request."""
-
-    request: request_span.RequestSpan
-    started_at: int
-    token: Any
-    timing_handle: Any
-
-
-def _begin_forward(module: Any) -> _ForwardCall | None:
-    """Returns the call that begins; None if it is not recorded."""
-    try:
-        if _call_descriptor.is_tracing():
-            return None
-        request = start.current_request()
-        if request is not None:
-            if not request.is_named and not request.has_forward_name:  # the first model that served it
-                request.has_forward_name = True
-                request.set_operation(OPERATION, PROVIDER, _model_names.get(id(module)) or _read_name(module))
-            now = _clock.now()
-            handle = _begin_timing(module) if timing.may_use_device(now) else UNTIMED
-            return tuple.__new__(_ForwardCall, (request, now, None, handle))
-        if not recorder.active or _call_descriptor.is_grad_enabled():
-            return None
-        name = read_model_name(module)
-        request = start.open_request(
-            f"{OPERATION} {name}",
-            owner=PROVIDER,
-            operation=OPERATION,
-            provider=PROVIDER,
-            model=name,
-            generative=False,
-        )
-        if request is None:
-            return None
-        return _ForwardCall(request, request.arrived_at, request.attach(), _begin_timing(module))
-    except BaseException as exc:
-        _call_descriptor.hook.mark_failed(exc)
-        return None
+def _open_request(module: Any) -> tuple[request_span.RequestSpan | None, Any]:
+    """Returns a separate request for a call, and its context token; None if the call is not recorded."""
+    if not recorder.active or _call_descriptor.is_grad_enabled() or _call_descriptor.is_tracing():
+        return None, None
+    name = read_model_name(module)
+    request = start.open_request(
+        f"{OPERATION} {name}",
+        owner=PROVIDER,
+        operation=OPERATION,
+        provider=PROVIDER,
+        model=name,
+        generative=False,
+    )
+    return request, None if request is None else request.attach()
 
 
-def _end_forward(forward: _ForwardCall, args: Any, kwargs: Any, failure: BaseException | None) -> None:
-    request, started_at, token, timing_handle = forward
+def _end_forward(
+    request: request_span.RequestSpan,
+    started_at: int,
+    token: Any,
+    timing_handle: Any,
+    failure: BaseException | None,
+    items: int,
+) -> None:
+    """Ends a call that is timed on a device, or is a separate request (with a context `token`)."""
     if token is not None:
         detach(token)
+        started_at = request.arrived_at
     try:
         if timing_handle != UNTIMED:
             timing.end(timing_handle, StageWork(STAGE, request.handle))
     except Exception as exc:  # the device failed; the stage is recorded nevertheless
         _call_descriptor.hook.mark_failed(exc)
-    try:
-        items = _read_batch_size(args, kwargs) if failure is None else events.RAISED
-        request.record_stage(STAGE, started_at, items)
-    except BaseException as exc:
-        _call_descriptor.hook.mark_failed(exc)
-    finally:
-        if token is not None:
-            request.close(*classify_exception(failure))
+    request.record_stage(STAGE, started_at, items)
+    if token is not None:
+        request.close(*classify_exception(failure))
 
 
 def _begin_timing(module: Any) -> Any:
@@ -215,8 +221,8 @@ def _read_batch_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     for value in (*args, *kwargs.values()):
         for tensor in value.values() if isinstance(value, dict) else (value,):
             try:
-                shape = getattr(tensor, "shape", None)
-            except Exception:  # an object of the application whose `shape` property raises
+                shape = tensor.shape
+            except Exception:  # no tensor, or an object of the application whose `shape` property raises
                 continue
             if isinstance(shape, tuple) and len(shape) >= 2:
                 return int(shape[0])
@@ -275,7 +281,7 @@ def patch_optimized_module(original: Callable[..., Any], hook: Hook) -> Callable
     dynamo = sys.modules["torch._dynamo.eval_frame"]
     # Before torch 2.7 `skip_code` exists only in the C extension.
     skip_code = getattr(dynamo, "skip_code", None) or sys.modules["torch"]._C._dynamo.eval_frame.skip_code
-    for function in (_CallDescriptor.__get__, _call_traced, _begin_forward, _end_forward, _read_batch_size):
+    for function in (_CallDescriptor.__get__, _call_traced, _open_request, _end_forward, _read_batch_size):
         skip_code(function.__code__)
 
     def init_optimized(self: Any, mod: Any, *args: Any, **kwargs: Any) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from otel_infer.instrumentation.transformers import (
     batch_timing,
+    cancellation,
     continuous_batching,
     generate,
     sequences,
@@ -23,6 +24,7 @@ from otel_infer.instrumentation.transformers._instrumentor import instrumentor
 
 __all__ = [
     "batch_timing",
+    "cancellation",
     "continuous_batching",
     "generate",
     "instrumentor",

@@ -32,13 +32,11 @@ def open_own_request(operation: str, model: Any) -> request_span.RequestSpan | N
     )
 
 
-def name_request(request: request_span.RequestSpan, operation: str, model: Any) -> None:
-    """Sets the operation and the model of a server's request, once."""
+def name_request(request: request_span.RequestSpan, operation: str, model: str) -> None:
+    """Sets the operation and the served name of the model of a server's request, once."""
     if not request.is_named:
         request.is_named = True
-        request.set_operation(
-            operation=request.operation or operation, provider=ENGINE, model=read_model_name(model)
-        )
+        request.set_operation(request.operation or operation, ENGINE, model)
 
 
 def wrap_in_empty_context(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:

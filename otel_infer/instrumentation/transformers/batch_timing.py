@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 from otel_infer import _clock
@@ -15,7 +16,11 @@ from otel_infer.instrumentation.transformers.continuous_batching import CB, PART
 
 @instrumentor.patch_hot_path(f"{CB}.model_runner:ModelRunner.compute_batch", optional=True, part=PART)
 def wrap_compute_batch(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
-    """Times one step. The library launches forward pass and sampling on a separate stream."""
+    """Times one step. The library launches forward pass and sampling on a separate stream.
+
+    Each step counts for the sample of a device. The host's clock times few: until the next one, the runner
+    has the library's own function as an attribute, so that no frame of ours is entered.
+    """
 
     def compute_batch(self: Any, *args: Any, **kwargs: Any) -> Any:
         tracker = current_loop.latest
@@ -28,8 +33,12 @@ def wrap_compute_batch(original: Callable[..., Any], hook: Hook) -> Callable[...
             timing_handle = timing.begin(
                 getattr(io, "compute_stream", None), not flight.decode_only, on=getattr(io, "device", None)
             )
-            # Each step counts for the sample of a device; the host's clock times few.
-            tracker.timing_due_at = 0 if timing.is_device_timed else _clock.now() + HOST_SAMPLE_NS
+            if timing.is_device_timed:
+                tracker.timing_due_at = 0
+            else:
+                current_loop.latest, tracker.timing_due_at = None, _clock.now() + HOST_SAMPLE_NS
+                if type(self).compute_batch is compute_batch:  # else another library has wrapped ours
+                    tracker.resting_runner, self.compute_batch = self, MethodType(original, self)
         except Exception as exc:
             hook.mark_failed(exc)
         try:

@@ -26,70 +26,59 @@ _get_scheduled_tokens = attrgetter("state.tokens_to_process")
 _get_has_new_token = attrgetter("has_new_token")
 
 
-class _InFlightBatch:
+class InFlightBatch:
     """A step between schedule and update; `step` becomes 0 if it is recorded as done before its update.
 
     `token_column`: tokens delivered per member (u32), empty = one each. `chunk_positions`: members that get
     no token, because their prompt is not done. `decode_only`: each member is scheduled for one token.
+    `is_plain`: each member gets one token. Most steps are plain, so their values are class attributes.
     """
 
-    __slots__ = (
-        "chunk_positions",
-        "decode_only",
-        "first_future",
-        "removed_states",
-        "states",
-        "step",
-        "token_column",
-    )
-
-    def __init__(
-        self, step: int, first: Any, states: list[Any], column: bytes, chunks: tuple[int, ...], plain: bool
-    ) -> None:
-        self.step, self.first_future, self.states, self.token_column, self.chunk_positions = (
-            step,
-            first,
-            states,
-            column,
-            chunks,
-        )
-        self.decode_only = plain
-        self.removed_states: tuple[Any, ...] = ()
+    step: int
+    first_future: Any
+    states: list[Any]
+    token_column = b""
+    chunk_positions: tuple[int, ...] = ()
+    removed_states: tuple[Any, ...] = ()
+    decode_only = is_plain = True
 
 
 class BatchTracker:
-    """Records the steps of one scheduler, on the thread that runs them."""
+    """Records the steps of one scheduler, on the thread that runs them.
+
+    `read_free` times `free_scale` are the free blocks of the cache, of `kv_total`. The step at `timing_due_at`
+    or after it is timed; until then the model runner `resting_runner` calls no hook.
+    """
+
+    __slots__ = (
+        "blocks",
+        "closed",
+        "free_scale",
+        "in_flight",
+        "kv_total",
+        "last_states",
+        "pid",
+        "read_free",
+        "removed",
+        "resting_runner",
+        "timing_due_at",
+        "writer",
+    )
 
     def __init__(self, writer: BatchWriter, cache: Any) -> None:
         self.writer, self.pid = writer, os.getpid()
         self.closed = False
         self.timing_due_at = 0
+        self.resting_runner: Any = None
         self.removed: list[Any] = []
         self.last_states: list[Any] = []
-        self.in_flight: deque[_InFlightBatch] = deque(maxlen=8)
-        self.read_kv_usage = kv_cache.make_usage_reader(cache)
+        self.in_flight: deque[InFlightBatch] = deque(maxlen=8)
+        self.read_free, self.free_scale, self.kv_total = kv_cache.find_free_blocks(cache)
         self.blocks = KvBlockSizeRecorder(ENGINE, writer.number, kv_cache.tokens_per_block(cache))
         self.blocks.record_block_size()
         writer.pack_handles = _pack_handles
 
-    def record_scheduled(self, scheduler: Any, futures: list[Any], query_tokens: int) -> None:
-        """Records a composed batch. `query_tokens`: the sum of the tokens scheduled for its members.
-
-        A scheduled state is active, and scheduled once. So the batch is the last one if it has as many
-        members as are active, as many as before, nobody was removed, and each gets its next token.
-        """
-        active, size, last = scheduler.active_requests, len(futures), self.last_states
-        used, total = self.read_kv_usage()
-        running, waiting = len(active), len(scheduler.waiting_requests)
-        decode_only = query_tokens == size and futures[-1].has_new_token and not scheduler._requests_to_fork
-        if decode_only and size == running == len(last) and not self.removed:
-            step = self.writer.write_unchanged(size, used, total, running, waiting)
-            if step:
-                self.in_flight.append(_InFlightBatch(step, futures[0], last, b"", (), True))
-                return
-        self._record_changed(active, futures, query_tokens, decode_only, (used, total, running, waiting))
-
-    def _record_changed(
+    def record_changed(
         self,
         active: dict[Any, Any],
         futures: list[Any],
@@ -97,29 +86,34 @@ class BatchTracker:
         decode_only: bool,
         load: tuple[int, int, int, int],
     ) -> None:
+        """Records a batch that is not the last one, or a keyframe. `load`: as in `BatchWriter.write_scheduled`.
+
+        `query_tokens`: the sum of the tokens scheduled for its members.
+        """
+        flight = InFlightBatch()
+        flight.first_future, flight.decode_only = futures[0], decode_only
         prefills = _NO_PREFILLS if decode_only else _find_prefills(futures, query_tokens)
-        scheduled_column = delivered_column = b""
-        chunk_positions: tuple[int, ...] = ()
+        scheduled_column = b""
         if len(futures) == len(active) and prefills is not None:
             states = list(active.values())
         else:
             states = list(map(_get_state, futures))
         if prefills is None:
-            scheduled_column, delivered_column = (
-                _encode_scheduled_tokens(futures),
+            scheduled_column = _encode_scheduled_tokens(futures)
+            flight.token_column, flight.is_plain = (
                 array("I", map(_get_has_new_token, futures)).tobytes(),
+                False,
             )
         several, unfinished = prefills or _NO_PREFILLS
-        step = self.writer.write_scheduled(states, self.removed, scheduled_column, *load, several)
+        flight.step = self.writer.write_scheduled(states, self.removed, scheduled_column, *load, several)
         for state in unfinished:
-            chunk_positions += (self.writer.find_position(state),)
+            flight.chunk_positions += (self.writer.find_position(state),)
+            flight.is_plain = False
         if self.removed:
             self.removed = []
             self.blocks.record_block_size()
-        self.last_states = states
-        self.in_flight.append(
-            _InFlightBatch(step, futures[0], states, delivered_column, chunk_positions, decode_only)
-        )
+        self.last_states = flight.states = states
+        self.in_flight.append(flight)
 
     def record_done(self, first_future: Any) -> None:
         """Records that the tokens of the step with this first future are on the host.
@@ -146,9 +140,8 @@ class BatchTracker:
         else:
             self.writer.write_single_tokens(flight.step, _clock.now(), discarded)
 
-    def remove_sequence(self, state: Any) -> None:
-        """Removes a sequence from the batch; tokens still in flight for it count as discarded."""
-        self.removed.append(state)
+    def discard_in_flight(self, state: Any) -> None:
+        """Counts the tokens in flight for a removed sequence as discarded."""
         for flight in self.in_flight:
             if (
                 not flight.step
@@ -157,13 +150,14 @@ class BatchTracker:
             ):
                 continue
             flight.removed_states += (state,)
+            flight.is_plain = False
             # Without members left, the library may not fetch the step before the next request arrives.
             if len(flight.removed_states) == len(flight.states):
                 column, discarded = _discard_tokens(flight)
                 self.writer.write_done(flight.step, column, len(flight.states), discarded)
                 flight.step = 0
 
-    def _is_in_batch(self, flight: _InFlightBatch, state: Any) -> bool:
+    def _is_in_batch(self, flight: InFlightBatch, state: Any) -> bool:
         """Whether the sequence is in the step; for the latest step by bisection instead of a scan."""
         if flight is self.in_flight[-1]:
             return self.writer.find_position(state) >= 0
@@ -172,9 +166,16 @@ class BatchTracker:
     def close(self) -> None:
         """Returns the batch writer to the recorder; its next user must not see the steps in flight."""
         self.closed = True
+        self.end_rest()
         self.in_flight.clear()
         self.last_states = []
         recorder.release_batch_writer(ENGINE, self.writer)
+
+    def end_rest(self) -> None:
+        """Lets the model runner call its hook again."""
+        runner, self.resting_runner = self.resting_runner, None
+        if runner is not None:
+            vars(runner).pop("compute_batch", None)
 
     def on_idle(self) -> None:
         """Clears the batch if no step is in flight, so that finished sequences are not kept alive."""
@@ -188,7 +189,7 @@ def _contains_state(states: Iterable[Any], state: Any) -> bool:
     return any(map(is_, states, repeat(state)))
 
 
-def _discard_tokens(flight: _InFlightBatch) -> tuple[bytes, int]:
+def _discard_tokens(flight: InFlightBatch) -> tuple[bytes, int]:
     column = array("I", flight.token_column or array("I", repeat(1, len(flight.states))).tobytes())
     for position in flight.chunk_positions:
         column[position] = 0

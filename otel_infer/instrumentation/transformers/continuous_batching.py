@@ -16,10 +16,11 @@ from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
 
+from otel_infer._clock import now
 from otel_infer.instrumentation.hooks.probe import Hook
 from otel_infer.instrumentation.hooks.suppression import suppress_torch
 from otel_infer.instrumentation.transformers._instrumentor import ENGINE, instrumentor
-from otel_infer.instrumentation.transformers.batch_tracker import BatchTracker
+from otel_infer.instrumentation.transformers.batch_tracker import BatchTracker, InFlightBatch
 from otel_infer.ringbuffer.recorder import recorder
 
 CB = "transformers.generation.continuous_batching"
@@ -34,7 +35,7 @@ _is_alive = attrgetter("writer.alive")
 class _BatchingLoop(threading.local):
     """The step trackers that the loop on this thread has created.
 
-    `latest`: the tracker of the latest step.
+    `latest`: the tracker of the latest step that may be timed.
     """
 
     def __init__(self) -> None:
@@ -48,6 +49,7 @@ current_loop = _BatchingLoop()
 def _create_tracker(scheduler: Any) -> BatchTracker | None:
     writer = recorder.acquire_batch_writer(ENGINE)
     if writer is None:
+        current_loop.latest = None
         return None
     tracker = scheduler._otel_infer_batches = BatchTracker(writer, scheduler.cache)
     current_loop.trackers = [*filter(_is_alive, current_loop.trackers), tracker]
@@ -58,7 +60,9 @@ def remove_from_batch(scheduler: Any, state: Any) -> None:
     """Removes a sequence from the scheduler's batch."""
     tracker: BatchTracker | None = getattr(scheduler, "_otel_infer_batches", None)
     if tracker is not None and not tracker.closed:
-        tracker.remove_sequence(state)
+        tracker.removed.append(state)
+        if tracker.in_flight:
+            tracker.discard_in_flight(state)
         if not scheduler.active_requests:
             tracker.on_idle()
 
@@ -96,18 +100,42 @@ for _target in (f"{MANAGER}._run_generation_loop", f"{PROCESSOR}.warmup"):
 
 
 def _wrap_schedule_batch(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+    """Records a composed batch.
+
+    A scheduled state is active, and scheduled once. So the batch is the last one if it has as many members as
+    are active, as many as before, nobody was removed, and each gets its next token. Such a step enters no
+    other function of ours.
+    """
+
     def schedule_batch(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)
-        if hook.alive and recorder.active:
+        if hook.alive:
             try:
-                futures = result[0]
-                if futures:
-                    tracker = getattr(self, "_otel_infer_batches", None)
-                    if tracker is None or tracker.closed or not tracker.writer.alive:
-                        tracker = _create_tracker(self)
+                if not (futures := result[0]):
+                    return result
+                tracker: Any = getattr(self, "_otel_infer_batches", None)
+                if tracker is None or tracker.closed or not tracker.writer.alive:
+                    tracker = _create_tracker(self)
+                    if tracker is None:
+                        return result
+                active, size, tokens = self.active_requests, len(futures), result[2]
+                is_decode = tokens == size and futures[-1].has_new_token and not self._requests_to_fork
+                total, waiting = tracker.kv_total, len(self.waiting_requests)
+                used = total - round(tracker.read_free() * tracker.free_scale)
+                at, last, step = now(), tracker.last_states, 0
+                if at >= tracker.timing_due_at:
                     current_loop.latest = tracker
-                    if tracker is not None:
-                        tracker.record_scheduled(self, futures, result[2])
+                    if tracker.resting_runner is not None:
+                        tracker.end_rest()
+                if is_decode and size == len(active) == len(last) and not tracker.removed:
+                    step = tracker.writer.write_unchanged(size, used, total, size, waiting, at)
+                if step:
+                    flight = InFlightBatch()
+                    flight.step, flight.first_future, flight.states = step, futures[0], last
+                    tracker.in_flight.append(flight)
+                else:
+                    load = used, total, len(active), waiting
+                    tracker.record_changed(active, futures, tokens, is_decode, load)
             except Exception as exc:
                 hook.mark_failed(exc)
         return result
@@ -127,9 +155,14 @@ def wrap_prepare_batch_update(original: Callable[..., Any], hook: Hook) -> Calla
         result = original(self)
         if hook.alive:
             try:
-                for tracker in current_loop.trackers:
-                    if tracker.in_flight and result[0]:
-                        tracker.record_done(result[0][0])
+                if futures := result[0]:
+                    for tracker in current_loop.trackers:
+                        if flights := tracker.in_flight:
+                            flight = flights[0]
+                            if flight.first_future is futures[0] and flight.is_plain:
+                                tracker.writer.write_single_tokens(flights.popleft().step, 0)
+                            else:
+                                tracker.record_done(futures[0])
             except Exception as exc:
                 hook.mark_failed(exc)
         return result

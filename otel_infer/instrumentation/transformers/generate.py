@@ -24,6 +24,7 @@ from typing import Any
 
 from otel_infer import _clock
 from otel_infer.gpu.timing import UNTIMED
+from otel_infer.instrumentation.hooks.engines import read_model_name
 from otel_infer.instrumentation.hooks.probe import Call, Hook
 from otel_infer.instrumentation.hooks.suppression import suppress_torch
 from otel_infer.instrumentation.transformers import generation_run
@@ -126,7 +127,7 @@ def _begin_generation(call: Call) -> GenerationRun | None:
     if request is None:
         return None
     if not own:
-        name_request(request, OPERATION, call.instance)
+        name_request(request, OPERATION, read_model_name(call.instance))
     if own or not already_submitted.get():
         request.record_submitted(ENGINE, sequences, prompt * rows, get_setting(call, "max_new_tokens"))
     already_submitted.set(False)
@@ -156,6 +157,7 @@ def _wrap_decoding_loop(original: Callable[..., Any], hook: Hook) -> Callable[..
                 run.drafting = hook.target.endswith("._assisted_decoding")
                 if run.drafting:
                     update_model_kwargs_patch.demand()
+                run.has_plain_steps = run.has_one_row and not run.drafting
                 # These loops wait for tokens or scores from the device before they check whether to continue.
                 run.has_waited = not hook.target.endswith("._sample") or arguments.get("streamer") is not None
             except Exception as exc:
@@ -267,19 +269,33 @@ generation_run.on_device_timed = stop_check_patch.demand
 
 @instrumentor.patch_hot_path(f"{_GENERATION}._has_unfinished_sequences", part="generate")
 def wrap_has_unfinished_sequences(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+    """Ends a step, and begins the next if the loop continues. Plain steps enter no other function of ours."""
+
     def has_unfinished_sequences(*args: Any, **kwargs: Any) -> Any:
         run = thread_state.run
-        if run is not None and run.timing_handle != UNTIMED and hook.alive:
+        if run is None or not hook.alive:
+            return original(*args, **kwargs)
+        if run.timing_handle != UNTIMED:
             try:
                 run.mark_launched(run.has_waited)  # this function waits for the device
             except Exception as exc:
                 hook.mark_failed(exc)
         result = original(*args, **kwargs)
-        if run is not None and run.stepping and hook.alive:
-            try:
+        try:
+            if result and run.has_plain_steps and run.iterations > 1:
+                at, writer = _clock.now(), run.writer
+                assert writer is not None  # `has_plain_steps` implies it
+                run.iterations += 1
+                run.tokens += 1
+                writer.write_single_tokens(run.step, at)
+                step = writer.write_unchanged(1, 0, 0, 1, 0, at)
+                run.step = step or writer.write_scheduled(run.members, running=1)
+                if at >= run.timing_due_at:
+                    run.begin_timing(at, False)
+            elif run.stepping:
                 run.advance_iteration(bool(result))
-            except Exception as exc:
-                hook.mark_failed(exc)
+        except Exception as exc:
+            hook.mark_failed(exc)
         return result
 
     return has_unfinished_sequences

@@ -28,7 +28,7 @@ def on_device_timed() -> None:
 class GenerationRun:
     """One outermost `generate` call while it runs.
 
-    `prompt_tokens`: tokens per row, 0 = unknown. `prefill_tokens`: tokens that the first forward pass
+    `has_plain_steps`: each step after the first delivers one token of one row. `prompt_tokens`: tokens per row, 0 = unknown. `prefill_tokens`: tokens that the first forward pass
     computes, summed over all rows. `writer`: None while steps are not recorded.
     """
 
@@ -42,10 +42,10 @@ class GenerationRun:
         self.prompt_tokens, self.start_length, self.max_new_tokens = prompt, prompt, 0
         self.began_at = _clock.now()
         self.members = [self]
-        self.stepping = self.drafting = self.prefilled = False
+        self.stepping = self.drafting = self.prefilled = self.has_plain_steps = False
         self.accepted_tokens = 1
         self.pid = os.getpid()
-        self.detokenize_sample = DetokenizeSample()
+        self.detokenize_sample, self.is_detokenizing_sampled = DetokenizeSample(), False
         self.timing_handle: Any = UNTIMED
         self.device: Any = None
         self.has_waited = False
@@ -94,6 +94,11 @@ class GenerationRun:
             self.request.record_event(events.PrefixRead(_clock.now(), whole * prompts, cached * prompts))
         return whole - cached
 
+    @property
+    def has_one_row(self) -> bool:
+        """Returns whether the loop computes and returns one row, and its steps are recorded."""
+        return self.rows == self.computed_rows == 1 and self.writer is not None
+
     def begin_step(self, tokens: int) -> None:
         """Records that a forward pass over all rows begins; `tokens` is their sum over the rows."""
         if self.writer is not None:
@@ -126,9 +131,6 @@ class GenerationRun:
 
     def advance_iteration(self, goes_on: bool) -> None:
         """Ends the running step, and begins the next if the loop continues (`goes_on`)."""
-        if goes_on and self.iterations and self.rows == self.computed_rows == self.accepted_tokens == 1:
-            self._continue_sequence()
-            return
         self.iterations += 1
         if self.iterations > 1:
             self.end_step()
@@ -136,22 +138,6 @@ class GenerationRun:
             kv_cache.record_size(self.request, self.cache)
         if goes_on and (self.iterations > 1 or not self.prefilled):
             self.begin_step(self.computed_rows if self.iterations > 1 else self.prefill_tokens)
-
-    def _continue_sequence(self) -> None:
-        """Ends the step of one sequence and begins the next; most calls have no others."""
-        self.iterations += 1
-        self.tokens += 1
-        if self.iterations == 2:
-            kv_cache.record_size(self.request, self.cache)
-        writer = self.writer
-        if writer is not None:
-            at = _clock.now()
-            writer.write_single_tokens(self.step, at)
-            self.step = writer.write_unchanged(1, 0, 0, 1, 0) or writer.write_scheduled(
-                self.members, running=1
-            )
-            if at >= self.timing_due_at:
-                self.begin_timing(at, False)
 
     def record_result(self, result: Any) -> None:
         """Records the normal end of the call: generated tokens, finish reason and cache size."""

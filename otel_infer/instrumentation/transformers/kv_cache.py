@@ -73,19 +73,17 @@ def _iter_storages(values: Iterable[Any]) -> Iterator[tuple[int, int]]:
             yield storage.data_ptr(), storage.nbytes()
 
 
-def make_usage_reader(cache: Any) -> Callable[[], tuple[int, int]]:
-    """Returns a function that returns (blocks in use, all blocks) of a cache; (0, 0) = unknown.
+def find_free_blocks(cache: Any) -> tuple[Callable[[], float], int, int]:
+    """Returns (function, scale, all blocks): the function's result times the scale are the free blocks.
 
-    It reads the cache's free lists, so its cost does not depend on the batch.
+    0 blocks = unknown. The function reads the cache's free lists, so its cost does not depend on the batch.
     """
     total = int(getattr(cache, "num_blocks", 0) or 0)
     if not total:
-        return lambda: (0, 0)
+        return int, 0, 0
     if hasattr(cache, "compute_free_capacity"):
-        free_share = cache.compute_free_capacity
-        return lambda: (total - round(free_share() * total), total)
-    free_blocks = cache.get_num_free_blocks
-    return lambda: (total - int(free_blocks()), total)
+        return cache.compute_free_capacity, total, total
+    return cache.get_num_free_blocks, 1, total
 
 
 def tokens_per_block(cache: Any) -> int:

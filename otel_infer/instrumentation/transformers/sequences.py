@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from otel_infer import _clock
+from otel_infer.instrumentation.hooks.engines import read_model_name
 from otel_infer.instrumentation.hooks.probe import Hook
 from otel_infer.instrumentation.transformers._instrumentor import (
     ENGINE,
@@ -138,7 +139,10 @@ def _begin_group(manager: Any, input_ids: Any, limit: Any) -> _SequenceGroup | N
         if request is None:
             return None
     else:
-        name_request(request, OPERATION, manager.model)
+        name = getattr(manager, "_otel_infer_model", None)
+        if name is None:  # reading it searches all modules of the model
+            name = manager._otel_infer_model = read_model_name(manager.model)
+        name_request(request, OPERATION, name)
     if limit is None:
         limit = getattr(manager.generation_config, "max_new_tokens", None)
     copies = events.clamp_count(getattr(manager, "num_return_sequences", 1)) or 1
@@ -242,53 +246,16 @@ def wrap_finish_request(original: Callable[..., Any], hook: Hook) -> Callable[..
         if state is not None:
             try:
                 remove_from_batch(self, state)
-                if state.status.name == "FINISHED" and not _has_successor(state):
-                    _record_finished(state, _finish_reason(state))
+                successor = getattr(state, "otel_infer_successor", None)  # in which the sequence may continue
+                goes_on = successor is not None and successor.request_id == state.request_id
+                if state.status.name == "FINISHED" and not goes_on:
+                    last = state.generated_tokens[-1:]
+                    record_finished(state, "stop" if last and last[0] in state._eos_token_ids else "length")
             except Exception as exc:
                 hook.mark_failed(exc)
         return result
 
     return finish_request
-
-
-def _has_successor(state: Any) -> bool:
-    """Whether the sequence continues in another state."""
-    successor = getattr(state, "otel_infer_successor", None)
-    return successor is not None and bool(successor.request_id == state.request_id)
-
-
-def _finish_reason(state: Any) -> str:
-    last = state.generated_tokens[-1:]
-    return "stop" if last and last[0] in state._eos_token_ids else "length"
-
-
-@instrumentor.patch_hot_path(f"{SCHEDULER}:Scheduler.clear_cancelled_requests", part=PART)
-def wrap_clear_cancelled_requests(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
-    def clear_cancelled_requests(self: Any) -> Any:
-        cancelled: list[Any] = []
-        if self._requests_to_cancel and hook.alive:
-            try:
-                cancelled = _find_states(self, tuple(self._requests_to_cancel))
-            except Exception as exc:
-                hook.mark_failed(exc)
-        result = original(self)
-        if (result or cancelled) and hook.alive:
-            try:
-                # Releases before 5.7 do not return the removed states.
-                for state in cancelled if result is None else result:
-                    remove_from_batch(self, state)
-                    _record_finished(state, "abort")
-            except Exception as exc:
-                hook.mark_failed(exc)
-        return result
-
-    return clear_cancelled_requests
-
-
-def _find_states(scheduler: Any, request_ids: tuple[Any, ...]) -> list[Any]:
-    active, waiting = scheduler.active_requests, scheduler.waiting_requests
-    states = [active.get(request_id) or waiting.get(request_id) for request_id in request_ids]
-    return [state for state in states if state is not None]
 
 
 @instrumentor.patch_hot_path(f"{PROCESSOR}._handle_request_error", reads=("error", "state"), part=PART)
@@ -324,12 +291,13 @@ def wrap_fail_and_deliver(original: Callable[..., Any], hook: Hook) -> Callable[
 def _record_failure(hook: Hook, state: Any, error: Any) -> None:
     if hook.alive:
         try:
-            _record_finished(state, "error", type(error).__qualname__)
+            record_finished(state, "error", type(error).__qualname__)
         except Exception as exc:
             hook.mark_failed(exc)
 
 
-def _record_finished(state: Any, reason: str, error_type: str = "") -> None:
+def record_finished(state: Any, reason: str, error_type: str = "") -> None:
+    """Records the end of a sequence, once. `reason`, `error_type`: as in `_SequenceGroup.finish_sequence`."""
     group = getattr(state, "otel_infer", None)
     if group is not None:
         state.otel_infer = None

@@ -15,7 +15,7 @@ from types import MethodType
 from typing import Any
 
 from otel_infer import _clock
-from otel_infer.instrumentation.hooks.detokenize_sample import DetokenizeSample
+from otel_infer.instrumentation.hooks.detokenize_sample import SAMPLED_OUTPUTS, DetokenizeSample
 from otel_infer.instrumentation.hooks.probe import Hook
 from otel_infer.instrumentation.hooks.thread_context import ThreadContext
 from otel_infer.instrumentation.transformers._instrumentor import (
@@ -42,7 +42,7 @@ def _make_handler_wrapper(
     operation: str, prefix: str
 ) -> Callable[[Callable[..., Any], Hook], Callable[..., Any]]:
     def wrap_handle_request(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
-        async def handle_request(self: Any, body: Any, request_id: str) -> Any:
+        def handle_request(self: Any, body: Any, request_id: str) -> Any:
             request = start.current_request()
             if request is not None and hook.alive:
                 try:
@@ -50,7 +50,7 @@ def _make_handler_wrapper(
                     request.set_response_id(f"{prefix}{request_id}")
                 except Exception as exc:
                     hook.mark_failed(exc)
-            return await original(self, body, request_id)
+            return original(self, body, request_id)
 
         return handle_request
 
@@ -111,7 +111,7 @@ def _wrap_submit(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]
 
 def _bind_to_request(request: request_span.RequestSpan, fn: Callable[..., Any]) -> Callable[..., Any]:
     """Returns `fn` bound to the request's context; its call records that the engine received the request."""
-    context = ThreadContext().add_variable(already_submitted, True)
+    context = ThreadContext(request).add_variable(already_submitted, True)
 
     def run_in_request(*args: Any, **kwargs: Any) -> Any:
         request.record_event(events.RequestReceived(_clock.now()))
@@ -158,11 +158,16 @@ def _wrap_streamer_put(original: Callable[..., Any], hook: Hook) -> Callable[...
                 request.set_engine_error(type(exc).__qualname__)
             raise
         try:
-            sample = self._otel_infer_sample
-            if self.total_tokens > sample.tokens:  # the first `put` may be the prompt
-                sample.add_output(self.total_tokens - sample.tokens, _clock.now() - started_at)
-                request.record_token_reached()
-                if sample.is_full and type(self).put is put:
+            sample, tokens = self._otel_infer_sample, self.total_tokens
+            if tokens > sample.tokens:  # the first `put` may be the prompt
+                if not request.tokens_reached:
+                    request.record_token_reached()
+                spent_ns, outputs = _clock.now() - started_at, sample.ns_per_token
+                # As `add_output`, without its call: the first outputs of many streams are timed.
+                sample.spent_ns += spent_ns
+                outputs.append(spent_ns / (tokens - sample.tokens))
+                sample.tokens = tokens
+                if len(outputs) >= SAMPLED_OUTPUTS and type(self).put is put:
                     self.put = MethodType(original, self)
         except Exception as exc:
             hook.mark_failed(exc)

@@ -33,7 +33,9 @@ tokenizer_call = _TokenizerCall()
 
 def _wrap_tokenize(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     def tokenize_input(*args: Any, **kwargs: Any) -> Any:
-        request = start.current_request() if hook.alive and not tokenizer_call.busy else None
+        if tokenizer_call.busy or not hook.alive:
+            return original(*args, **kwargs)
+        request = start.current_request()
         if request is None or request.tokenizing:
             return original(*args, **kwargs)
         started_at = _clock.now()
@@ -57,7 +59,7 @@ def _wrap_tokenize(original: Callable[..., Any], hook: Hook) -> Callable[..., An
 def _wrap_decode(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     def decode_tokens(*args: Any, **kwargs: Any) -> Any:
         run = thread_state.run
-        if run is not None and run.detokenize_sample.is_full:  # a streamer's, of which the first are timed
+        if run is not None and run.is_detokenizing_sampled:  # a streamer's, of which the first are timed
             return original(*args, **kwargs)
         request = start.current_request() if hook.alive and not tokenizer_call.busy else None
         if request is None:
@@ -71,14 +73,17 @@ def _wrap_decode(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]
             if run is None or not run.iterations:
                 request.detokenize_ns += _clock.now() - started_at
             else:
-                run.detokenize_sample.add_output(1, _clock.now() - started_at)
+                spent_ns = _clock.now() - started_at
+                run.is_detokenizing_sampled = run.detokenize_sample.add_output(1, spent_ns)
 
     return decode_tokens
 
 
 def _token_count(result: Any) -> int:
     """Returns the number of tokens in a tokenizer's result; 0 for an unknown type of result."""
-    ids = result["input_ids"] if hasattr(result, "keys") and "input_ids" in result else result
+    named = getattr(result, "data", None)  # of a `BatchEncoding`, whose own methods would be three calls
+    named = named if type(named) is dict else result
+    ids = named["input_ids"] if hasattr(named, "keys") and "input_ids" in named else result
     if hasattr(ids, "shape"):
         return int(ids.numel()) if hasattr(ids, "numel") else int(ids.size)
     if isinstance(ids, list):

@@ -45,8 +45,7 @@ class DetokenizationSample:
         if not token_ids:  # a request may end without a token
             return
         self.request.record_token_reached()
-        self._sample.add_output(len(token_ids), spent_ns)
-        if self._sample.is_full:
+        if self._sample.add_output(len(token_ids), spent_ns):
             self._restore()
 
     def _restore(self) -> None:

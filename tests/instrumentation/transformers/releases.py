@@ -13,6 +13,7 @@ _CB = "transformers.generation.continuous_batching"
 RELIES: dict[str, tuple[str, ...]] = {
     f"{_CB}.scheduler:Scheduler": (
         "active_requests", "waiting_requests", "_requests_to_cancel", "_requests_to_fork", "cache",
+        "clear_cancelled_requests",
     ),
     f"{_CB}.requests:RequestState": (
         "request_id", "initial_tokens", "generated_tokens", "tokens_to_process", "num_children", "status",

@@ -58,7 +58,7 @@ def wait_until(holds: Callable[[], bool]) -> bool:
 
 def start_device_timing(timing: DeviceTiming) -> None:
     timing.begin()
-    assert wait_until(lambda: timing._thread.slot is not None and timing._thread.slot.timeline is not None)
+    assert wait_until(lambda: timing.thread.slot is not None and timing.thread.slot.timeline is not None)
 
 
 def step(timing: DeviceTiming, device: OnHostClock, work: Work, always: bool = True) -> None:
@@ -86,7 +86,7 @@ def test_without_device_lookup_is_retried_once_per_second(device: OnHostClock) -
         step(timing, device, work)
     assert len(lookups) == 1
     assert len(work.host) == 1  # of the steps of 100 ms
-    timing._thread.checked_at -= 2_000_000_000
+    timing.thread.check_due_at = 0
     step(timing, device, work)
     assert len(lookups) == 2
 
@@ -148,7 +148,7 @@ def test_host_times_during_graph_capture(timing: DeviceTiming, device: OnHostClo
 
 def test_cancelled_span_returns_its_events_to_the_pool(timing: DeviceTiming, device: OnHostClock) -> None:
     start_device_timing(timing)
-    slot = timing._thread.slot
+    slot = timing.thread.slot
     assert slot is not None
     assert slot.timeline is not None
     free = len(slot.timeline._pool)
@@ -200,9 +200,9 @@ def test_forked_child_neither_uses_nor_frees_parent_events(timing: DeviceTiming,
     from otel_infer.gpu import timing as module
 
     start_device_timing(timing)
-    slot, worker = timing._thread.slot, timing._worker
+    slot, worker = timing.thread.slot, timing._worker
     timing._reset_after_fork()  # as `os.fork` calls it
-    assert timing._thread.slot is None
+    assert timing.thread.slot is None
     assert {id(slot), id(worker)} <= set(map(id, module._never_freed))
     assert worker is not None
     worker.stop()
@@ -298,7 +298,7 @@ def test_each_of_six_threads_gets_device_times(timing: DeviceTiming, device: OnH
             device.launch(4 * MS)
             timing.end(begun, work)
             time.sleep(0.004)
-        slot = timing._thread.slot
+        slot = timing.thread.slot
         assert slot is not None
         assert slot.timeline is not None
         shares.append(slot.timeline.sampler._threads)

@@ -76,7 +76,7 @@ class Encoder(Module):
 class FakeTorch:
     """The torch state that the instrumentation reads."""
 
-    grad = compiling = tracing = False
+    grad = compiling = tracing = _is_compiling_flag = False
 
 
 @pytest.fixture
@@ -87,7 +87,9 @@ def torch(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeTorch]:
     calls = forward_hooks._call_descriptor
     monkeypatch.setattr(calls, "hook", Hook("stand-in"))
     monkeypatch.setattr(calls, "bind_torch_functions", lambda: None)
-    monkeypatch.setattr(calls, "is_compiling", lambda: fake.compiling, raising=False)
+    monkeypatch.setattr(calls, "is_dynamo_compiling", lambda: fake.compiling, raising=False)
+    monkeypatch.setattr(calls, "compiler", fake, raising=False)
+    monkeypatch.setattr(calls, "tensor", Tensor, raising=False)
     monkeypatch.setattr(calls, "is_tracing", lambda: fake.tracing, raising=False)
     monkeypatch.setattr(calls, "is_grad_enabled", lambda: fake.grad, raising=False)
     yield fake
@@ -200,6 +202,7 @@ def test_failed_device_timing_keeps_stage_and_end(
 
     monkeypatch.setattr(forward_hooks.timing, "begin", lambda **more: 1)
     monkeypatch.setattr(forward_hooks.timing, "end", fail)
+    monkeypatch.setattr(forward_hooks.timing.thread, "check_due_at", 0)
     watch_module(Encoder())(Tensor(3, 7))
     (record,) = recording.records()
     assert (record.outcome, stages_of(record)) == (events.OK, ["forward"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ from otel_infer.assembly.records.request import RequestRecord
 from otel_infer.instrumentation.hooks.engines import read_model_name
 from otel_infer.instrumentation.hooks.probe import Call, Hook, count_errors
 from otel_infer.instrumentation.transformers import (
+    cancellation,
     continuous_batching,
     generate,
     generation_arguments,
@@ -166,9 +168,10 @@ def test_query_length_falls_back_to_the_sequence_state(recording: Recording) -> 
 @pytest.mark.parametrize(("share", "used"), [(1.0, 0), (0.95, 1), (0.35, 13), (0.0, 20)])
 def test_cache_usage_by_share_is_converted_to_blocks(share: float, used: int) -> None:
     cache = SimpleNamespace(num_blocks=20, compute_free_capacity=lambda: share)
-    assert kv_cache.make_usage_reader(cache)() == (used, 20)
-    unknown = SimpleNamespace()
-    assert kv_cache.make_usage_reader(unknown)() == (0, 0)
+    read_free, scale, total = kv_cache.find_free_blocks(cache)
+    assert (total - round(read_free() * scale), total) == (used, 20)
+    read_free, scale, total = kv_cache.find_free_blocks(SimpleNamespace())
+    assert (read_free() * scale, total) == (0, 0)
 
 
 def test_block_size_comes_from_cache_or_allocator() -> None:
@@ -287,26 +290,35 @@ def test_finished_loop_releases_its_step_ring_for_reuse(recording: Recording) ->
 # ── sequences ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def clear_cancelled(engine: Engine, returns_list: bool) -> None:
-    """Clears the cancelled requests; newer releases of transformers return them."""
+class CancellingEngine(Engine):
+    """A scheduler that cancels; newer releases of transformers return the cleared states."""
 
-    def original(scheduler: Any) -> Any:
-        gone = [scheduler.active_requests.pop(name) for name in scheduler._requests_to_cancel]
-        scheduler._requests_to_cancel = set()
-        return gone if returns_list else None
+    def __init__(self, returns_list: bool = True) -> None:
+        super().__init__()
+        self.returns_list = returns_list
+        self.cancel = partial(
+            cancellation.wrap_set_request_cancellation(
+                lambda scheduler, request_id: scheduler._requests_to_cancel.add(request_id), self.hook
+            ),
+            self,
+        )
 
-    sequences.wrap_clear_cancelled_requests(original, engine.hook)(engine)
+    def clear_cancelled_requests(self) -> list[State] | None:
+        gone = [self.active_requests.pop(name) for name in self._requests_to_cancel]
+        self._requests_to_cancel = set()
+        return gone if self.returns_list else None
 
 
 @pytest.mark.parametrize("returns_list", [True, False])
 def test_cancelled_requests_are_found_without_the_returned_list(
     returns_list: bool, recording: Recording
 ) -> None:
-    engine = Engine()
+    engine = CancellingEngine(returns_list)
     _, state = engine.admit()
     engine.update(engine.schedule(Future(state)))
-    engine._requests_to_cancel = {"r"}
-    clear_cancelled(engine, returns_list)
+    engine.cancel("r")
+    assert engine.clear_cancelled_requests() == ([state] if returns_list else None)
+    assert "clear_cancelled_requests" not in vars(engine)
     (record,) = recording.records()
     assert (record.outcome, record.error_type, record.finish_reasons) == (events.ABORTED, "", ("abort",))
 
@@ -409,10 +421,10 @@ def test_state_with_slots_is_not_recorded(recording: Recording) -> None:
         sequences.wrap_create_equivalent(lambda self: SlottedState(), again)(state), SlottedState
     )
     assert not (made.alive or forked.alive or again.alive)
-    engine = Engine()
-    engine._requests_to_cancel = {"r"}
+    engine = CancellingEngine()
+    engine.cancel("r")
     engine.active_requests = {"r": state}  # type: ignore[dict-item]
-    clear_cancelled(engine, returns_list=True)
+    engine.clear_cancelled_requests()
     assert engine.hook.alive
 
 
