@@ -21,7 +21,6 @@ from otel_infer.tracing import context, request_span, span_ids
 from otel_infer.tracing.request_span import (
     REQUEST_KEY,
     RequestSpan,
-    ThreadOwner,
     pending_provider_spans,
     thread_owner,
 )
@@ -32,12 +31,6 @@ def current_request() -> RequestSpan | None:
     """Returns the current request; None if there is none or it has ended."""
     request = context.current_context().get(REQUEST_KEY)
     return request if isinstance(request, RequestSpan) and not request.ended else None
-
-
-def capture_for_thread() -> ThreadOwner | None:
-    """Returns the `thread_owner` for a thread that starts here and may outlive the current request."""
-    request = current_request()
-    return (request, context.current_span()) if request is not None else thread_owner.get()
 
 
 def _find_finished_request() -> RequestSpan | None:
