@@ -59,14 +59,14 @@ class GilShares:
     functions: Counter[str] = field(default_factory=Counter)
     processes: dict[str, list[int]] = field(default_factory=dict)
 
-    def add_samples(self, samples: Iterable[str], symbols: frozenset[str] = frozenset()) -> None:
+    def add_samples(self, samples: Iterable[str], sources: frozenset[str] = frozenset()) -> None:
         """Adds the lines of a raw recording; those of a sidecar are left out."""
         for line in samples:
             stack, _, count = line.rstrip().rpartition(" ")
             process, frames = split_stack(stack)
             if SIDECAR in process:
                 continue
-            ours = find_our_frames(frames, symbols)
+            ours = find_our_frames(frames, sources)
             self.total += int(count)
             counts = self.processes.setdefault(process.partition(":")[0], [0, 0])
             counts[0] += int(count)
@@ -90,11 +90,11 @@ def split_stack(stack: str) -> tuple[str, list[str]]:
     return process, rest.split(";") if rest else []
 
 
-def find_our_frames(frames: Sequence[str], symbols: frozenset[str] = frozenset()) -> list[str]:
+def find_our_frames(frames: Sequence[str], sources: frozenset[str] = frozenset()) -> list[str]:
     """Returns our frames below the last frame of any other library, outermost first; none if that is the innermost."""
     ours: list[str] = []
     for frame in reversed(frames):
-        owner = find_owner(frame, symbols)
+        owner = find_owner(frame, sources)
         if owner is False:
             break
         if owner:
@@ -102,13 +102,13 @@ def find_our_frames(frames: Sequence[str], symbols: frozenset[str] = frozenset()
     return ours[::-1]
 
 
-def find_owner(frame: str, symbols: frozenset[str] = frozenset()) -> bool | None:
+def find_owner(frame: str, sources: frozenset[str] = frozenset()) -> bool | None:
     """Returns whether a frame is ours; None for a frame that belongs to its caller."""
     match = FRAME.match(frame)
     if match is None:
         return None
-    name, file = match["name"], match["file"]
-    if file.startswith(PACKAGE) or name in symbols or file.rpartition("/")[2] in symbols:
+    file = match["file"]
+    if file.startswith(PACKAGE) or file.rpartition("/")[2] in sources:
         return True
     if NATIVE_LIBRARIES.search(file):
         return False
@@ -119,16 +119,12 @@ def find_owner(frame: str, symbols: frozenset[str] = frozenset()) -> bool | None
     return None if file.startswith(("<", "?")) else False
 
 
-def list_our_symbols() -> frozenset[str]:
-    """Returns the functions of our compiled modules, and the names of their sources: with debugging information a frame
-    shows its source, and functions that were inlined have frames too."""
-    modules = [str(path) for path in Path(PACKAGE).rglob("*.so")]
-    if not modules:
-        return frozenset()
-    sources = [path.name for path in Path(PACKAGE).rglob("*.[ch]")]
-    output = subprocess.run(["nm", "--defined-only", *modules], capture_output=True, text=True).stdout
-    functions = [line.split()[2] for line in output.splitlines() if re.match(r"\w+ [tT] ", line)]
-    return frozenset([*sources, *functions])
+def list_our_sources() -> frozenset[str]:
+    """Returns the names of the sources of our compiled module: with debugging information a frame shows its source.
+
+    Names of functions would not do, because functions of the interpreter are inlined into modules of others too.
+    """
+    return frozenset(path.name for path in Path(PACKAGE).rglob("*.[ch]"))
 
 
 def find_py_spy() -> str:
@@ -145,7 +141,7 @@ def record_samples(
 ) -> tuple[GilShares, str]:
     """Samples a process and its descendants until there are enough samples. Returns also why native frames are
     missing; empty if they are not, or if they are not wanted."""
-    shares, symbols, missing = GilShares(), list_our_symbols(), ""
+    shares, sources, missing = GilShares(), list_our_sources(), ""
     until = time.monotonic() + max_s  # py-spy may take longer than it should, so its duration is not counted
     while shares.total < samples and (left := until - time.monotonic()) > 0:
         output = folder / "samples.raw"
@@ -153,7 +149,7 @@ def record_samples(
         seconds = max(int(min(RECORD_S, left)), MIN_RECORD_S)
         completed = _run_py_spy(pid, output, rate, seconds, () if missing else (way,))
         if output.exists():
-            shares.add_samples(output.read_text().splitlines(), symbols)
+            shares.add_samples(output.read_text().splitlines(), sources)
         elif missing or way != NATIVE:
             raise RuntimeError(f"py-spy failed: {completed.stderr[-2000:]}")
         else:
