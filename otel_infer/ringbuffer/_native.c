@@ -459,6 +459,7 @@ static PyMethodDef request_ring_methods[] = {
 
 static PyMemberDef request_ring_members[] = {
     {"in_flight", T_LONGLONG, offsetof(RequestRing, in_flight), READONLY, NULL},
+    {"deferred_due_at", T_LONGLONG, offsetof(RequestRing, deferred_due_at), 0, NULL},
     {"retired", T_BOOL, offsetof(RequestRing, retired), 0, NULL},
     {NULL, 0, 0, 0, NULL}};
 

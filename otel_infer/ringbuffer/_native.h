@@ -19,6 +19,7 @@ typedef struct {
     uint32_t first_free;
     uint64_t random[4];
     int arrival_code;
+    long long deferred_due_at;  /* the instant from which a request is closed by Python code, which runs deferred recorders */
     char retired;  /* it belongs to the parent process, or is closed: nothing may be written */
     PyObject *layouts;  /* event type → bytes that hold a Layout */
     PyObject *strings, *intern, *write_long;

@@ -173,6 +173,7 @@ class Recorder:
         if writer is not None and handle:
             if ended[0] >= self._deferred_due_at:
                 self._deferred_due_at = ended[0] + DEFERRED_NS
+                writer.defer_until(self._deferred_due_at)
                 self._run_deferred_recorders()
             try:
                 writer.close_request(handle, ended)
@@ -237,10 +238,8 @@ class Recorder:
 
     def ensure_rings(self) -> bool:
         """Creates the rings now (an engine was imported); returns False where that is impossible."""
-        if not self.active:
-            return False
         try:
-            has_rings = self.requests is not None or self._make_rings() is not None
+            has_rings = self.active and (self.requests is not None or self._make_rings() is not None)
             if has_rings:
                 self._ensure_reader()
             return has_rings

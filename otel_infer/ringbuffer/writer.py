@@ -176,6 +176,11 @@ class RequestWriter:
         if self.compiled is not None:
             self.compiled.retired = True
 
+    def defer_until(self, due_at: int) -> None:
+        """Lets compiled code close requests until this instant; the next one runs the deferred recorders."""
+        if self.compiled is not None:
+            self.compiled.deferred_due_at = due_at
+
     # ── requests in flight ───────────────────────────────────────────────────────────────────────────────────────
 
     @property

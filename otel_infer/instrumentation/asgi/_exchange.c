@@ -28,7 +28,7 @@ static PyObject *names[NAMES];
 typedef struct {
     PyObject_HEAD
     RequestRing *ring;
-    long long valid_until, next_full_close;
+    long long valid_until;
     int response_started, first_token_sent, ended, flags;
     char root_sampled, follows_parent;
     PyTypeObject *exchange_type, *request_type, *context_type;
@@ -165,11 +165,13 @@ static PyObject *get_identity(RequestState *self, void *unused)
     if (self->identity == NULL) {
         const OpenedRequest *opened = &self->opened;
         if (self->plain == NULL) Py_RETURN_NONE;
-        self->identity = PyObject_CallFunction(
+        PyObject *identity = PyObject_CallFunction(
             self->plain->make_identity, "(y#y#y#y#)Hy#", opened->trace, (Py_ssize_t)16, opened->span, (Py_ssize_t)8,
             opened->parent, (Py_ssize_t)8, opened->server, (Py_ssize_t)8, opened->flags, opened->remote,
             (Py_ssize_t)(opened->has_remote ? PARENT_BYTES : 0));
-        if (self->identity == NULL) return NULL;
+        if (identity == NULL) return NULL;
+        if (self->identity == NULL) self->identity = identity;
+        else Py_DECREF(identity);  /* another thread was first */
     }
     Py_INCREF(self->identity);
     return self->identity;
@@ -223,7 +225,7 @@ typedef struct {
     PlainRequests *plain;  /* NULL: not a plain request */
     PyObject *hook, *entry_point, *scope, *request, *route, *route_error, *tokens, *server_receive, *server_send;
     PyObject *receive, *send, *connection, *root_path, *mount_path, *on_response;
-    long long arrived_at, disconnected_at, completed_at, started_at, status, http;
+    long long arrived_at, disconnected_at, completed_at, started_at, status;
     char deferred, reached_app, finishing, is_direct, is_timed, is_followed, passes;
 } Exchange;
 
@@ -250,18 +252,24 @@ static void *allocate(PyTypeObject *type)
     return ((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
 }
 
-/* Returns the code of method and scheme where the scope is that of a plain request; 0 otherwise. */
-static long read_scope(PlainRequests *plain, PyObject *scope)
+/* Returns the code of the scope's method and scheme as they are now; 0 for those of no plain request. */
+static long read_code(PlainRequests *plain, PyObject *scope)
+{
+    PyObject *method = PyDict_GetItemWithError(scope, names[METHOD]);
+    PyObject *schemes = method == NULL ? NULL : PyDict_GetItemWithError(plain->methods, method);
+    PyObject *scheme = schemes == NULL ? NULL : PyDict_GetItemWithError(scope, names[SCHEME]);
+    PyObject *code = scheme == NULL ? NULL : PyDict_GetItemWithError(schemes, scheme);
+    return code == NULL ? 0 : PyLong_AsLong(code);
+}
+
+/* Returns whether the scope is that of a plain request. */
+static int is_plain(PlainRequests *plain, PyObject *scope)
 {
     if (!PyDict_CheckExact(scope) || !is_text(PyDict_GetItemWithError(scope, names[TYPE]), HTTP)) return 0;
     if (PyDict_GetItemWithError(scope, plain->scope_key) != NULL) return 0;
     PyObject *root_path = PyDict_GetItemWithError(scope, names[ROOT_PATH]);
     if (root_path != NULL && PyObject_IsTrue(root_path)) return 0;
-    PyObject *method = PyDict_GetItemWithError(scope, names[METHOD]);
-    PyObject *schemes = method == NULL ? NULL : PyDict_GetItemWithError(plain->methods, method);
-    PyObject *scheme = PyDict_GetItemWithError(scope, names[SCHEME]);
-    PyObject *code = schemes == NULL || scheme == NULL ? NULL : PyDict_GetItemWithError(schemes, scheme);
-    return code == NULL ? 0 : PyLong_AsLong(code);
+    return read_code(plain, scope) > 0;
 }
 
 static int has_empty_context(PlainRequests *plain)
@@ -285,17 +293,20 @@ static PyObject *attach_request(PlainRequests *plain, PyObject *request)
     return tokens;
 }
 
-static RequestState *open_plain(EntryPoint *self, PyObject *scope, int64_t at)
+static RequestState *open_plain(PlainRequests *plain, PyObject *scope, int64_t at)
 {
-    PlainRequests *plain = self->plain;
+    RequestRing *ring = plain->ring;
     PyObject *headers = PyDict_GetItemWithError(scope, names[HEADERS]);
     PyObject *method = PyDict_GetItemWithError(scope, names[METHOD]);
     RequestState *request = headers == NULL ? NULL : allocate(plain->request_type);
     if (request == NULL) return NULL;
-    if (open_by_headers(plain->ring, headers, method, at, (uint16_t)plain->flags, plain->root_sampled,
-                        plain->follows_parent, &request->opened)) {
+    Py_INCREF((PyObject *)ring);  /* interning may run Python code, and another thread may renew */
+    int failed = open_by_headers(ring, headers, method, at, (uint16_t)plain->flags, plain->root_sampled,
+                                 plain->follows_parent, &request->opened);
+    Py_DECREF((PyObject *)ring);
+    if (failed) {
         request->ended = 1;
-        Py_DECREF(request);
+        Py_DECREF((PyObject *)request);
         return NULL;
     }
     request->plain = (PlainRequests *)take((PyObject *)plain);
@@ -325,8 +336,7 @@ static Exchange *begin_plain(EntryPoint *self, PyObject *scope, PyObject *receiv
     int64_t at = read_clock();
     if (plain == NULL || plain->ring == NULL || plain->ring->retired || at > plain->valid_until || !self->is_watched ||
         (self->has_tracer && self->reached_app)) return NULL;
-    long http = read_scope(plain, scope);
-    PyObject *connection = http > 0 ? PyObject_GetAttr(send, names[SELF]) : NULL, *on_response = NULL;
+    PyObject *connection = is_plain(plain, scope) ? PyObject_GetAttr(send, names[SELF]) : NULL, *on_response = NULL;
     Exchange *exchange = NULL;
     if (connection != NULL && (PyObject *)Py_TYPE(connection) == plain->cycle_type &&
         is_false(connection, DISCONNECTED) && has_empty_context(plain))
@@ -335,7 +345,7 @@ static Exchange *begin_plain(EntryPoint *self, PyObject *scope, PyObject *receiv
     if (alive == Py_True) exchange = allocate(plain->exchange_type);
     Py_XDECREF(alive);
     if (exchange != NULL) {
-        exchange->request = (PyObject *)open_plain(self, scope, at);
+        exchange->request = (PyObject *)open_plain(plain, scope, at);
         if (exchange->request == NULL) Py_CLEAR(exchange);
     }
     if (exchange != NULL) {
@@ -351,7 +361,6 @@ static Exchange *begin_plain(EntryPoint *self, PyObject *scope, PyObject *receiv
         exchange->root_path = take(plain->no_text);
         exchange->mount_path = take(plain->no_text);
         exchange->arrived_at = at;
-        exchange->http = http;
         exchange->is_followed = 1;
         exchange->tokens = attach_request(plain, exchange->request);
         if (exchange->tokens == NULL) exchange->tokens = take(plain->no_tokens);
@@ -388,7 +397,9 @@ static int record_start(Exchange *self, PyObject *message)
     PyObject *status = PyDict_GetItemWithError(message, names[STATUS]);
     if (self->deferred || self->disconnected_at || status == NULL || !PyLong_CheckExact(status) ||
         !is_false(self->connection, DISCONNECTED)) return 0;
-    self->status = PyLong_AsLongLong(status);
+    long long number = PyLong_AsLongLong(status);
+    if (number < 0 || number > UINT16_MAX) return 0;
+    self->status = number;
     return 1;
 }
 
@@ -467,16 +478,20 @@ static int pack_end(Exchange *self, RequestState *request, int64_t at, char *bod
     uint16_t status = (uint16_t)self->status;
     uint32_t chunks = self->is_direct ? 0 : (uint32_t)request->chunks;  /* 0: not all were seen */
     int64_t send_wait = self->started_at ? at - self->started_at : request->send_wait_ns;
-    uint8_t http = (uint8_t)(self->http | (self->started_at ? 1 : 0));  /* 1: `events.SINGLE_CHUNK` */
+    long code = read_code(self->plain, self->scope);  /* a middleware may have changed it */
+    uint8_t http = (uint8_t)(code | (self->started_at ? 1 : 0));  /* 1: `events.SINGLE_CHUNK` */
     PyObject *route = NULL;
-    int failed = 0;
-    if (self->route != NULL && self->route != Py_None) {
+    int failed = code <= 0;
+    if (!failed && self->route != NULL && self->route != Py_None) {
         route = PyObject_GetAttr(self->route, names[PATH_FORMAT]);
         failed = route == NULL || !PyUnicode_CheckExact(route);
     }
+    RequestRing *ring = (RequestRing *)take((PyObject *)self->plain->ring);
     if (!failed)
-        failed = intern_text(self->plain->ring, self->plain->no_text, &error_type) ||
-                 intern_text(self->plain->ring, route == NULL ? self->plain->no_text : route, &route_id);
+        failed = intern_text(ring, self->plain->no_text, &error_type) ||
+                 intern_text(ring, route == NULL ? self->plain->no_text : route, &route_id) ||
+                 ring != self->plain->ring;
+    Py_DECREF((PyObject *)ring);
     Py_XDECREF(route);
     if (failed) return -1;
     memcpy(body, &at, 8);  /* `events.ExchangeEnded`: q B S H I q q S B */
@@ -501,11 +516,8 @@ static int close_plain(Exchange *self, int64_t at)
         PyUnicode_GetLength(self->root_path) || (request->provider_spans && request->provider_spans != Py_None) ||
         (request->engine_error != NULL && PyObject_IsTrue(request->engine_error)) ||
         !is_false(self->connection, DISCONNECTED)) return 0;
-    if (at >= self->plain->next_full_close) {  /* Python code closes one in a while: events that were deferred */
-        self->plain->next_full_close = at + 100000000;
-        return 0;
-    }
-    if (pack_end(self, request, at, body)) return 0;
+    if (at >= self->plain->ring->deferred_due_at) return 0;  /* Python code records what was deferred */
+    if (pack_end(self, request, at, body) || request->ended || self->plain->ring->retired) return 0;
     write_cell(self->plain->ring, self->plain->ended, (uint32_t)request->handle, body);
     free_slot(self->plain->ring, (uint32_t)request->handle);
     request->send_wait_ns = self->started_at ? at - self->started_at : request->send_wait_ns;
@@ -537,7 +549,8 @@ static PyObject *end_response(Exchange *self, PyObject *unused)
     return PyObject_CallNoArgs(self->on_response);
 }
 
-/* Ends the exchange after the application has returned, or raised `exc`. Keeps an exception that is being raised. */
+/* Ends the exchange after the application has returned, or raised `exc`. No exception may be set. Afterwards one is set
+ * only if a signal handler raised it, as `Hook.count_failure` does. */
 static void end_exchange(Exchange *self, PyObject *exc)
 {
     if (self->request == NULL && exc == NULL && self->plain != NULL) {
@@ -556,10 +569,8 @@ static void end_exchange(Exchange *self, PyObject *exc)
     PyObject *done = end == NULL ? NULL : PyObject_CallFunctionObjArgs(end, exc == NULL ? Py_None : exc, NULL);
     Py_XDECREF(end);
     Py_XDECREF(done);
-    if (done == NULL) {
-        if (PyErr_ExceptionMatches(PyExc_KeyboardInterrupt)) PyErr_SetInterrupt();
+    if (done == NULL && !PyErr_ExceptionMatches(PyExc_KeyboardInterrupt) && !PyErr_ExceptionMatches(PyExc_SystemExit))
         PyErr_WriteUnraisable((PyObject *)self);
-    }
 }
 
 static PyObject *get_send(Exchange *self, void *unused)
@@ -612,12 +623,14 @@ static PyType_Spec exchange_spec = {"otel_infer.ringbuffer._native.ExchangeState
 
 typedef struct {
     PyObject_HEAD
-    PyObject *coroutine;
+    EntryPoint *entry_point;  /* NULL once the application was called, with `arguments` */
+    PyObject *arguments, *coroutine;
     Exchange *exchange;  /* NULL once the run has ended */
     char is_route;  /* only the exception of a route is recorded */
+    char started;  /* the coroutine has run: Python warns of one that has not */
 } ExchangeRun;
 
-#define EACH_OF_RUN(DO) DO(coroutine) DO(exchange)
+#define EACH_OF_RUN(DO) DO(entry_point) DO(arguments) DO(coroutine) DO(exchange)
 
 static void end_run(ExchangeRun *self, PyObject *exc)
 {
@@ -630,7 +643,7 @@ static void end_run(ExchangeRun *self, PyObject *exc)
         if (done == NULL) PyErr_Clear();
         Py_XDECREF(done);
     }
-    Py_DECREF(exchange);
+    Py_DECREF((PyObject *)exchange);
 }
 
 /* Ends the run with the exception that is being raised; a StopIteration is the end of its coroutine. */
@@ -642,22 +655,74 @@ static void end_run_by_error(ExchangeRun *self)
     PyErr_NormalizeException(&type, &exc, &traceback);
     if (traceback != NULL && exc != NULL) PyException_SetTraceback(exc, traceback);
     end_run(self, is_return ? NULL : exc);
-    PyErr_Restore(type, exc, traceback);
+    if (!PyErr_Occurred()) {
+        PyErr_Restore(type, exc, traceback);
+        return;
+    }
+    PyObject *new_type, *new_exc, *new_traceback;  /* of a signal handler; `exc` becomes its context */
+    PyErr_Fetch(&new_type, &new_exc, &new_traceback);
+    PyErr_NormalizeException(&new_type, &new_exc, &new_traceback);
+    if (new_exc != NULL && exc != NULL) PyException_SetContext(new_exc, take(exc));
+    PyErr_Restore(new_type, new_exc, new_traceback);
+    Py_XDECREF(type);
+    Py_XDECREF(exc);
+    Py_XDECREF(traceback);
+}
+
+/* Returns the iterator of an awaitable, whose reference it takes: itself if it is a coroutine. */
+static PyObject *get_iterator(PyObject *awaitable)
+{
+    if (awaitable == NULL || PyType_GetSlot(Py_TYPE(awaitable), Py_am_send) != NULL) return awaitable;
+    unaryfunc await = (unaryfunc)PyType_GetSlot(Py_TYPE(awaitable), Py_am_await);
+    PyObject *iterator = await == NULL ? NULL : await(awaitable);
+    if (await == NULL) PyErr_Format(PyExc_TypeError, "object %R can't be used in 'await' expression", awaitable);
+    Py_DECREF(awaitable);
+    return iterator;
+}
+
+/* Begins the exchange and calls the application, in the context in which it runs. Returns -1 after an exception. */
+static int start_run(ExchangeRun *self)
+{
+    EntryPoint *entry_point = self->entry_point;
+    PyObject *arguments = self->arguments;
+    self->entry_point = NULL;
+    self->arguments = NULL;
+    if (entry_point == NULL) {
+        PyErr_SetString(PyExc_RuntimeError, "the application is being called already, or was closed before");
+        return -1;
+    }
+    PyObject *scope = PyTuple_GetItem(arguments, 0), *awaitable;
+    self->exchange = begin_plain(entry_point, scope, PyTuple_GetItem(arguments, 1), PyTuple_GetItem(arguments, 2));
+    if (self->exchange == NULL) awaitable = PyObject_Call(entry_point->call_slowly, arguments, NULL);
+    else awaitable = PyObject_CallFunctionObjArgs(entry_point->app, scope, self->exchange->receive,
+                                                  (PyObject *)self->exchange, NULL);
+    self->coroutine = get_iterator(awaitable);
+    Py_DECREF((PyObject *)entry_point);
+    Py_DECREF(arguments);
+    if (self->coroutine != NULL) return 0;
+    end_run_by_error(self);
+    return -1;
 }
 
 static PySendResult send_to_run(ExchangeRun *self, PyObject *value, PyObject **result)
 {
+    self->started = 1;
+    if (self->coroutine == NULL && start_run(self)) return PYGEN_ERROR;
     PySendResult outcome = PyIter_Send(self->coroutine, value, result);
-    if (outcome == PYGEN_RETURN) end_run(self, NULL);
-    else if (outcome == PYGEN_ERROR) end_run_by_error(self);
-    return outcome;
+    if (outcome == PYGEN_ERROR) end_run_by_error(self);
+    if (outcome != PYGEN_RETURN) return outcome;
+    end_run(self, NULL);
+    if (!PyErr_Occurred()) return PYGEN_RETURN;
+    Py_CLEAR(*result);
+    return PYGEN_ERROR;
 }
 
 /* Returns the result of a send as `next` does: a return value as StopIteration. */
 static PyObject *return_sent(PySendResult outcome, PyObject *result)
 {
     if (outcome != PYGEN_RETURN) return result;
-    PyObject *stop = PyObject_CallFunctionObjArgs(PyExc_StopIteration, result, NULL);
+    PyObject *stop = result == Py_None ? PyObject_CallNoArgs(PyExc_StopIteration)
+                                       : PyObject_CallFunctionObjArgs(PyExc_StopIteration, result, NULL);
     if (stop != NULL) PyErr_SetObject(PyExc_StopIteration, stop);
     Py_XDECREF(stop);
     Py_DECREF(result);
@@ -679,8 +744,9 @@ static PyObject *next_of_run(ExchangeRun *self)
 /* throw(exception) or throw(type, value, traceback) */
 static PyObject *throw_into_run(ExchangeRun *self, PyObject *arguments)
 {
-    PyObject *throw = PyObject_GetAttr(self->coroutine, names[THROW]);
+    PyObject *throw = self->coroutine == NULL ? NULL : PyObject_GetAttr(self->coroutine, names[THROW]);
     PyObject *result = throw == NULL ? NULL : PyObject_Call(throw, arguments, NULL);
+    Py_CLEAR(self->entry_point);  /* nothing begins after a throw */
     if (throw == NULL && PyTuple_Size(arguments) > 0) {  /* an iterator without `throw`, as the interpreter does */
         PyObject *exc = PyTuple_GetItem(arguments, PyTuple_Size(arguments) > 1 ? 1 : 0);
         PyErr_Clear();
@@ -694,11 +760,20 @@ static PyObject *throw_into_run(ExchangeRun *self, PyObject *arguments)
 static PyObject *close_run(ExchangeRun *self, PyObject *unused)
 {
     (void)unused;
-    PyObject *closed = PyObject_CallMethod(self->coroutine, texts[CLOSE], NULL);
+    if (self->coroutine == NULL) {
+        Py_CLEAR(self->entry_point);
+        Py_RETURN_NONE;
+    }
+    PyObject *close = PyObject_GetAttr(self->coroutine, names[CLOSE]);
+    if (close == NULL && !PyErr_ExceptionMatches(PyExc_AttributeError)) return NULL;
+    PyErr_Clear();  /* an iterator without `close` is dropped, as the interpreter does */
+    PyObject *closed = close == NULL ? take(Py_None) : PyObject_CallNoArgs(close);
+    Py_XDECREF(close);
     if (closed == NULL) { end_run_by_error(self); return NULL; }
     PyObject *exit = self->exchange == NULL ? NULL : PyObject_CallNoArgs(PyExc_GeneratorExit);
     if (exit != NULL) end_run(self, exit);
     Py_XDECREF(exit);
+    if (PyErr_Occurred()) Py_CLEAR(closed);
     return closed;
 }
 
@@ -709,20 +784,33 @@ static int visit_ExchangeRun(ExchangeRun *self, visitproc visit, void *arg)
     return 0;
 }
 
+/* Ends a run that was dropped before its end. The garbage collector calls it before it clears any object. */
+static void finalize_run(ExchangeRun *self)
+{
+    PyObject *kind, *exc, *traceback;
+    if (self->exchange == NULL && (self->entry_point == NULL || self->started)) return;
+    PyErr_Fetch(&kind, &exc, &traceback);
+    if (self->entry_point != NULL && PyErr_WarnEx(PyExc_RuntimeWarning, "an application was called, but never awaited", 1))
+        PyErr_WriteUnraisable((PyObject *)self);
+    Py_CLEAR(self->entry_point);
+    if (self->started && !self->is_route) {  /* its `finally` blocks run first */
+        PyObject *closed = close_run(self, NULL);
+        if (closed == NULL) PyErr_WriteUnraisable(self->coroutine);
+        Py_XDECREF(closed);
+    }
+    PyObject *exit = self->exchange == NULL ? NULL : PyObject_CallNoArgs(PyExc_GeneratorExit);
+    if (exit != NULL) end_run(self, exit);
+    Py_XDECREF(exit);
+    if (PyErr_Occurred()) PyErr_WriteUnraisable(NULL);
+    PyErr_Restore(kind, exc, traceback);
+}
+
 static void free_run(ExchangeRun *self)
 {
     PyTypeObject *type = Py_TYPE((PyObject *)self);
     PyObject_GC_UnTrack(self);
-    if (self->exchange != NULL) {  /* it was dropped before its end */
-        PyObject *kind, *exc, *traceback;
-        PyErr_Fetch(&kind, &exc, &traceback);
-        PyObject *exit = PyObject_CallNoArgs(PyExc_GeneratorExit);
-        Py_CLEAR(self->coroutine);  /* its `finally` blocks run first */
-        end_run(self, exit);
-        Py_XDECREF(exit);
-        PyErr_Restore(kind, exc, traceback);
-    }
-    Py_CLEAR(self->coroutine);
+    finalize_run(self);
+    EACH_OF_RUN(CLEAR)
     ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
     Py_DECREF(type);
 }
@@ -730,9 +818,17 @@ static void free_run(ExchangeRun *self)
 static PyObject *get_of_coroutine(ExchangeRun *self, PyObject *name)
 {
     PyObject *value = PyObject_GenericGetAttr((PyObject *)self, name);
-    if (value != NULL || !PyErr_ExceptionMatches(PyExc_AttributeError)) return value;
+    if (value != NULL || self->coroutine == NULL || !PyErr_ExceptionMatches(PyExc_AttributeError)) return value;
     PyErr_Clear();
     return PyObject_GetAttr(self->coroutine, name);  /* cr_frame, cr_await, __name__, … */
+}
+
+static PyObject *coroutine_type;
+
+static PyObject *get_class(ExchangeRun *self, void *unused)
+{
+    (void)unused;
+    return take(self->coroutine == NULL ? coroutine_type : (PyObject *)Py_TYPE(self->coroutine));
 }
 
 static PyObject *return_self(PyObject *self)
@@ -752,58 +848,28 @@ static PyMethodDef run_methods[] = {
     {"close", (PyCFunction)close_run, METH_NOARGS, "close(): as of a coroutine."},
     {"__await__", (PyCFunction)return_self_awaited, METH_NOARGS, "Returns the run, which is its own iterator."},
     {NULL, NULL, 0, NULL}};
-static PyType_Slot run_slots[] = {{Py_tp_dealloc, free_run},        {Py_tp_traverse, visit_ExchangeRun},
-                                  {Py_tp_iter, return_self},        {Py_tp_iternext, next_of_run},
-                                  {Py_am_await, return_self},       {Py_am_send, send_to_run},
-                                  {Py_tp_getattro, get_of_coroutine}, {Py_tp_methods, run_methods},
+static PyGetSetDef run_properties[] = {  /* `inspect.iscoroutine`, as of the coroutine */
+    {"__class__", (getter)get_class, NULL, NULL, NULL}, {NULL, NULL, NULL, NULL, NULL}};
+static PyType_Slot run_slots[] = {{Py_tp_dealloc, free_run},          {Py_tp_traverse, visit_ExchangeRun},
+                                  {Py_tp_finalize, finalize_run},     {Py_tp_iter, return_self},
+                                  {Py_tp_iternext, next_of_run},      {Py_am_await, return_self},
+                                  {Py_am_send, send_to_run},          {Py_tp_getattro, get_of_coroutine},
+                                  {Py_tp_methods, run_methods},       {Py_tp_getset, run_properties},
                                   {0, NULL}};
 static PyType_Spec run_spec = {"otel_infer.ringbuffer._native.ExchangeRun", sizeof(ExchangeRun), 0,
-                               Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, run_slots};
+                               Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION, run_slots};
 static PyTypeObject *run_type;
-
-/* Returns the iterator of an awaitable, whose reference it takes: itself if it is a coroutine. */
-static PyObject *get_iterator(PyObject *awaitable)
-{
-    if (awaitable == NULL || PyType_GetSlot(Py_TYPE(awaitable), Py_am_send) != NULL) return awaitable;
-    unaryfunc await = (unaryfunc)PyType_GetSlot(Py_TYPE(awaitable), Py_am_await);
-    PyObject *iterator = await == NULL ? NULL : await(awaitable);
-    if (await == NULL) PyErr_Format(PyExc_TypeError, "object %R can't be used in 'await' expression", awaitable);
-    Py_DECREF(awaitable);
-    return iterator;
-}
-
-/* Returns what stands for the awaitable, whose reference it takes; NULL with an exception. */
-static PyObject *make_run(PyObject *awaitable, Exchange *exchange, int is_route)
-{
-    PyObject *coroutine = get_iterator(awaitable);
-    ExchangeRun *run = coroutine == NULL ? NULL : allocate(run_type);
-    if (run == NULL) {
-        Py_XDECREF(coroutine);
-        return NULL;
-    }
-    run->coroutine = coroutine;
-    run->exchange = (Exchange *)take((PyObject *)exchange);
-    run->is_route = (char)is_route;
-    return (PyObject *)run;
-}
 
 static PyObject *call_app(EntryPoint *self, PyObject *arguments, PyObject *named)
 {
-    Exchange *exchange = NULL;
-    if (self->app == NULL) return PyErr_Format(PyExc_RuntimeError, "the entry point has no application");
-    if (PyTuple_Size(arguments) == 3 && named == NULL)
-        exchange = begin_plain(self, PyTuple_GetItem(arguments, 0), PyTuple_GetItem(arguments, 1),
-                               PyTuple_GetItem(arguments, 2));
-    if (exchange == NULL) return PyObject_Call(self->call_slowly, arguments, named);
-    PyObject *awaitable = PyObject_CallFunctionObjArgs(self->app, PyTuple_GetItem(arguments, 0), exchange->receive,
-                                                       (PyObject *)exchange, NULL);
-    PyObject *run = make_run(awaitable, exchange, 0);
-    if (run == NULL) {
-        ExchangeRun ended = {.exchange = (Exchange *)take((PyObject *)exchange)};
-        end_run_by_error(&ended);
-    }
-    Py_DECREF(exchange);
-    return run;
+    if (self->app == NULL || self->call_slowly == NULL || self->hook == NULL)
+        return PyErr_Format(PyExc_RuntimeError, "the entry point has no application");
+    if (PyTuple_Size(arguments) != 3 || named != NULL) return PyObject_Call(self->call_slowly, arguments, named);
+    ExchangeRun *run = allocate(run_type);
+    if (run == NULL) return NULL;
+    run->entry_point = (EntryPoint *)take((PyObject *)self);
+    run->arguments = take(arguments);
+    return (PyObject *)run;
 }
 
 static PyMemberDef entry_members[] = {
@@ -823,7 +889,7 @@ enum { APPLICATION, ROUTER, ROUTE, INCLUDED_ROUTE };
 typedef struct {
     PyObject_HEAD
     PlainRequests *plain;
-    PyObject *original, *call_slowly, *hook, *bind, *attributes;
+    PyObject *original, *call_slowly, *hook, *bind, *attributes, *references;
     int place;
 } AsgiHook;
 
@@ -865,26 +931,57 @@ static void store_route(Exchange *exchange, PyObject *route, PyObject *scope, in
     PyErr_Clear();
 }
 
+/* Returns the plain exchange of this scope, as a new reference; NULL without an exception if there is none. */
+static Exchange *find_exchange(AsgiHook *self, PyObject *scope)
+{
+    PyObject *found = PyDict_CheckExact(scope) ? PyDict_GetItemWithError(scope, self->plain->scope_key) : NULL;
+    int is_plain = found != NULL && Py_TYPE(found) == self->plain->exchange_type && ((Exchange *)found)->plain != NULL &&
+                   !((Exchange *)found)->deferred;
+    if (is_plain) Py_INCREF(found);
+    PyObject *alive = is_plain ? PyObject_GetAttr(self->hook, names[ALIVE]) : NULL;
+    if (is_plain && alive != Py_True) Py_CLEAR(found);
+    Py_XDECREF(alive);
+    PyErr_Clear();
+    return is_plain ? (Exchange *)found : NULL;
+}
+
+/* Calls a router. Returns what stands for its coroutine, and records its exception. */
+static PyObject *call_router(AsgiHook *self, PyObject *arguments, Exchange *exchange)
+{
+    PyObject *coroutine = get_iterator(PyObject_Call(self->original, arguments, NULL));
+    ExchangeRun *run = coroutine == NULL ? NULL : allocate(run_type);
+    if (run == NULL) {
+        Py_XDECREF(coroutine);
+        return NULL;
+    }
+    run->coroutine = coroutine;
+    run->exchange = (Exchange *)take((PyObject *)exchange);
+    run->is_route = 1;
+    return (PyObject *)run;
+}
+
 /* self, scope, receive, send */
 static PyObject *call_hook(AsgiHook *self, PyObject *arguments, PyObject *named)
 {
-    Exchange *exchange = NULL;
     if (self->original == NULL) return PyErr_Format(PyExc_RuntimeError, "the hook is not initialized");
     PyObject *scope = PyTuple_Size(arguments) == 4 && named == NULL ? PyTuple_GetItem(arguments, 1) : NULL;
-    if (scope != NULL && PyDict_CheckExact(scope)) {
-        PyObject *found = PyDict_GetItemWithError(scope, self->plain->scope_key);
-        if (found != NULL && Py_TYPE(found) == self->plain->exchange_type && ((Exchange *)found)->plain != NULL &&
-            !((Exchange *)found)->deferred) exchange = (Exchange *)found;
+    Exchange *exchange = scope == NULL ? NULL : find_exchange(self, scope);
+    PyObject *place = scope == NULL ? NULL : PyTuple_GetItem(arguments, 0), *awaitable;
+    if (exchange == NULL || (self->place == APPLICATION && !enter_application(exchange, place)))
+        awaitable = PyObject_Call(self->call_slowly, arguments, named);
+    else if (self->place == ROUTER) awaitable = call_router(self, arguments, exchange);
+    else {
+        if (self->place != APPLICATION) store_route(exchange, place, scope, self->place == INCLUDED_ROUTE);
+        awaitable = PyObject_Call(self->original, arguments, named);
     }
-    PyObject *alive = exchange == NULL ? NULL : PyObject_GetAttr(self->hook, names[ALIVE]);
-    Py_XDECREF(alive);
-    PyErr_Clear();
-    if (alive != Py_True || (self->place == APPLICATION && !enter_application(exchange, PyTuple_GetItem(arguments, 0))))
-        return PyObject_Call(self->call_slowly, arguments, named);
-    if (self->place == ROUTE || self->place == INCLUDED_ROUTE)
-        store_route(exchange, PyTuple_GetItem(arguments, 0), scope, self->place == INCLUDED_ROUTE);
-    PyObject *awaitable = PyObject_Call(self->original, arguments, named);
-    return self->place == ROUTER ? make_run(awaitable, exchange, 1) : awaitable;
+    Py_XDECREF((PyObject *)exchange);
+    return awaitable;
+}
+
+static PyObject *reduce_hook(PyObject *self, PyObject *unused)
+{
+    (void)unused;
+    return PyObject_GetAttrString(self, "__qualname__");  /* as a function: by its name */
 }
 
 static PyObject *bind_hook(AsgiHook *self, PyObject *instance, PyObject *owner)
@@ -908,14 +1005,25 @@ static int init_hook(AsgiHook *self, PyObject *arguments, PyObject *named)
     return 0;
 }
 
+static void free_hook(AsgiHook *self)
+{
+    if (self->references != NULL) PyObject_ClearWeakRefs((PyObject *)self);
+    free_AsgiHook(self);
+}
+
+static PyMethodDef hook_methods[] = {{"__reduce__", reduce_hook, METH_NOARGS, "Pickles and copies as a function."},
+                                     {NULL, NULL, 0, NULL}};
 static PyMemberDef hook_members[] = {
-    {"__dictoffset__", T_PYSSIZET, offsetof(AsgiHook, attributes), READONLY, NULL}, {NULL, 0, 0, 0, NULL}};
+    {"__dictoffset__", T_PYSSIZET, offsetof(AsgiHook, attributes), READONLY, NULL},
+    {"__weaklistoffset__", T_PYSSIZET, offsetof(AsgiHook, references), READONLY, NULL}, {NULL, 0, 0, 0, NULL}};
 static PyGetSetDef hook_properties[] = {{"__dict__", PyObject_GenericGetDict, PyObject_GenericSetDict, NULL, NULL},
                                         {NULL, NULL, NULL, NULL, NULL}};
 static PyType_Slot hook_slots[] = {{Py_tp_init, init_hook},         {Py_tp_new, PyType_GenericNew},
-                                   REFERENCE_SLOTS(AsgiHook),       {Py_tp_call, call_hook},
+                                   {Py_tp_dealloc, free_hook},      {Py_tp_traverse, visit_AsgiHook},
+                                   {Py_tp_clear, clear_AsgiHook},   {Py_tp_call, call_hook},
                                    {Py_tp_descr_get, bind_hook},    {Py_tp_members, hook_members},
-                                   {Py_tp_getset, hook_properties}, {0, NULL}};
+                                   {Py_tp_methods, hook_methods},   {Py_tp_getset, hook_properties},
+                                   {0, NULL}};
 static PyType_Spec hook_spec = {"otel_infer.ringbuffer._native.AsgiHook", sizeof(AsgiHook), 0,
                                 Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_METHOD_DESCRIPTOR, hook_slots};
 
@@ -925,8 +1033,11 @@ int add_exchange_types(PyObject *module)
         names[i] = PyUnicode_InternFromString(texts[i]);
         if (names[i] == NULL) return -1;
     }
+    PyObject *types = PyImport_ImportModule("types");
+    coroutine_type = types == NULL ? NULL : PyObject_GetAttrString(types, "CoroutineType");
+    Py_XDECREF(types);
     run_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &run_spec, NULL);
-    return run_type == NULL || add_type(module, "PlainRequests", &plain_spec) ||
+    return run_type == NULL || coroutine_type == NULL || add_type(module, "PlainRequests", &plain_spec) ||
                    add_type(module, "RequestState", &request_spec) || add_type(module, "EntryPoint", &entry_spec) ||
                    add_type(module, "ExchangeState", &exchange_spec) || add_type(module, "AsgiHook", &hook_spec)
                ? -1

@@ -91,6 +91,10 @@ def compile_entry_point(app: App, hook: Hook, entry_point: AsgiEntryPoint, call:
     if _plain is None:
         return call
     entry_point.plain, entry_point.app, entry_point.hook, entry_point.call_slowly = _plain, app, hook, call
+    # Other libraries look there for a coroutine function, before they wrap the application.
+    setattr(entry_point, "__call__", call)  # noqa: B010  (an attribute of the instance, which no call uses)
+    for name in ("__name__", "__qualname__", "__code__", "__defaults__", "__kwdefaults__"):
+        setattr(entry_point, name, getattr(call, name))
     compiled: Any = entry_point
     return cast("App", compiled)
 
@@ -101,6 +105,6 @@ def compile_hook(place: int, original: App, hook: Hook, call: Callable[..., Any]
         return call
     compiled: Any = native.AsgiHook(_plain, place, original, call, hook, MethodType)
     # Servers look there for the flag of a coroutine function.
-    for name in ("__code__", "__defaults__", "__kwdefaults__"):
+    for name in ("__code__", "__defaults__", "__kwdefaults__", "__globals__"):
         setattr(compiled, name, getattr(call, name))
     return cast("Callable[..., Any]", compiled)

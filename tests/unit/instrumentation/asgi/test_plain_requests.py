@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
+import functools
+import gc
 import inspect
+import weakref
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +22,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 from opentelemetry.sdk.trace.sampling import DEFAULT_ON
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+from starlette.applications import Starlette
 
 from otel_infer import _clock
 from otel_infer.instrumentation import asgi
@@ -124,6 +129,9 @@ class Endpoint:
 
     async def do_set_error_status(self, scope: Any, send: Any) -> None:
         trace.get_current_span().set_status(trace.StatusCode.ERROR)
+
+    async def do_change_scheme(self, scope: Any, send: Any) -> None:
+        scope["scheme"] = "https"  # as uvicorn's middleware for proxies, which is behind the entry point
 
     async def do_mount(self, scope: Any, send: Any) -> None:
         scope[exchange.SCOPE_KEY].mount_path = "/mounted"
@@ -250,7 +258,16 @@ ACTION = st.one_of(
     st.tuples(st.just("chunk"), st.sampled_from((b"", b"text")), st.booleans()),
     st.tuples(st.just("raise"), st.sampled_from((ValueError, RuntimeError, asyncio.CancelledError))),
     st.sampled_from(
-        ("leave", "pause", "reach_token", "fail_engine", "set_attribute", "set_error_status", "mount")
+        (
+            "leave",
+            "pause",
+            "reach_token",
+            "fail_engine",
+            "set_attribute",
+            "set_error_status",
+            "mount",
+            "change_scheme",
+        )
     ).map(lambda name: (name,)),
 )
 ACTIONS = st.one_of(
@@ -416,11 +433,110 @@ def test_run_is_a_coroutine_for_others(arena: MemoryArena) -> None:
         server.endpoint = Endpoint(cycle, [("pause",), *JSON])
         scope = {"type": "http", "method": "POST", "scheme": "http", "headers": [], "root_path": ""}
         run: Any = server.app(scope, cycle.receive, cycle.send)
-        assert asyncio.iscoroutine(run) and run.cr_frame is not None and run.__name__ == "call_endpoint"
-        await asyncio.create_task(run)
+        assert asyncio.iscoroutine(run) and inspect.iscoroutine(run)
+        task = asyncio.create_task(run)
+        await asyncio.sleep(0)
+        assert run.cr_frame is not None and run.__name__ == "call_endpoint"
+        await task
         assert len(cycle.sent) == 2
 
     asyncio.run(serve())
+
+
+def make_scope() -> dict[str, Any]:
+    return {"type": "http", "method": "POST", "scheme": "http", "headers": [], "root_path": ""}
+
+
+def test_request_belongs_to_the_task_that_awaits_it(arena: MemoryArena) -> None:
+    """A wrapper may call the application in one task, and await it in another."""
+
+    async def serve() -> None:
+        server, cycle = Server(arena, layers=True), Cycle()
+        await server.warm_up()
+        server.endpoint = Endpoint(cycle, [("reach_token",), *JSON])
+        run = server.app(make_scope(), cycle.receive, cycle.send)
+        assert current_request() is None
+        await asyncio.create_task(run)
+        assert current_request() is None
+        assert server.read_events()[-1] == ("RequestEnded", events.OK, "", 200, 1)
+
+    asyncio.run(serve())
+
+
+@pytest.mark.parametrize("end", ["close", "drop", "throw"])
+def test_run_that_never_started_records_nothing(arena: MemoryArena, end: str) -> None:
+    async def serve() -> None:
+        server, cycle = Server(arena, layers=False), Cycle()
+        await server.warm_up()
+        before = len(server.started)
+        run: Any = server.app(make_scope(), cycle.receive, cycle.send)
+        if end == "close":
+            run.close()
+        elif end == "throw":
+            with pytest.raises(KeyError):
+                run.throw(KeyError("reason"))
+        else:
+            with pytest.warns(RuntimeWarning, match="never awaited"):
+                del run
+        server.read_events()
+        assert len(server.started) == before
+
+    asyncio.run(serve())
+
+
+def test_run_in_a_reference_cycle_closes_its_request(arena: MemoryArena) -> None:
+    async def serve() -> None:
+        server, cycle = Server(arena, layers=True), Cycle()
+        await server.warm_up()
+        server.endpoint = Endpoint(cycle, [("start", 200), ("pause",), ("chunk", b"", False)])
+        holder: dict[str, Any] = {}
+        run: Any = server.app(make_scope() | {"holder": holder}, cycle.receive, cycle.send)
+        holder["run"] = run
+        run.send(None)
+        del run, holder, cycle
+        server.endpoint = None
+        gc.collect()
+        assert recorder.requests is not None and recorder.requests.in_flight == 0
+
+    asyncio.run(serve())
+
+
+@pytest.mark.parametrize("failure", [None, ValueError])
+def test_signal_in_our_code_reaches_the_server(
+    arena: MemoryArena, monkeypatch: pytest.MonkeyPatch, failure: type[Exception] | None
+) -> None:
+    def exit_in_end(self: Any, exc: BaseException | None) -> None:
+        raise SystemExit(3)
+
+    async def serve(actions: list[Action]) -> BaseException:
+        server, cycle = Server(arena, layers=False), Cycle()
+        await server.warm_up()
+        server.endpoint = Endpoint(cycle, actions)
+        run: Any = server.app(make_scope(), cycle.receive, cycle.send)
+        with monkeypatch.context() as patched:
+            patched.setattr(exchange.Exchange, "end", exit_in_end)
+            with pytest.raises(SystemExit) as raised:
+                run.send(None)
+        return raised.value
+
+    raised = asyncio.run(serve([("raise", failure)] if failure else []))
+    assert type(raised.__context__) is (failure or type(None))
+
+
+def test_entry_point_shows_a_coroutine_function() -> None:
+    entry: Any = asgi._make_entry_point(Layer.call, Hook("entry point"))
+    assert inspect.iscoroutinefunction(entry.__call__)  # asgiref looks there
+    assert list(inspect.signature(entry).parameters) == ["scope", "receive", "send"]
+
+
+def test_patched_call_copies_and_pickles_as_a_function() -> None:
+    patched: Any = Starlette.__dict__["__call__"]
+    if not isinstance(patched, native.AsgiHook):
+        patched = functools.wraps(Starlette.__call__)(
+            asgi._patch_application(Starlette.__call__, Hook("layer"))
+        )
+    assert copy.copy(patched) is patched and copy.deepcopy(patched) is patched
+    assert weakref.ref(patched)() is patched
 
 
 def test_patched_call_still_shows_a_coroutine_function() -> None:
