@@ -153,6 +153,18 @@ def make_ids_below_parent(parent: SpanContext, sampler: ConstantSampler, own_ser
     return LazySpanIds(ids, flags, own_server, parent, state)
 
 
+def make_root_ids(factory: SpanFactory | None) -> LazySpanIds | None:
+    """Returns the ids of a request of a new trace; None where the sampler or the id generator must be called."""
+    sampler = None if factory is None else factory.plain_sampler
+    if sampler is None:
+        return None
+    random = _random_ids()
+    flags = SAMPLED if sampler.root_sampled else 0
+    return tuple.__new__(
+        LazySpanIds, ((random[:16], random[16:24], _NO_ID, _NO_ID), flags, False, None, None)
+    )
+
+
 def to_span_context(parent: RemoteParent) -> SpanContext | None:
     """Returns the remote parent as a context of the API; None if there is none."""
     if not parent:

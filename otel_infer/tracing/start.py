@@ -72,6 +72,11 @@ def open_request(
     now = _clock.now()
     arrived_at = arrived_at or now
     wall_at = _clock.wall_now() - now + arrived_at
+    if not (server or headers or around or context.current_context() or thread_owner.get()):
+        flags = 0 if generative else events.NON_GENERATIVE
+        root = _open_root(arrived_at, wall_at, flags, (operation, provider, model, name), owner)
+        if root is not None:
+            return root
     finished = _find_finished_request() if around is None else None
     if finished is not None:
         around = Context()
@@ -94,6 +99,20 @@ def open_request(
     if finished is not None:
         request.add_link(finished.own_span_context())
     return request
+
+
+def _open_root(
+    at: int, wall_at: int, flags: int, names: tuple[str, str, str, str], owner: str
+) -> RequestSpan | None:
+    """Opens a request of a new trace, without a SERVER span: of a batch, for example. This takes few calls.
+
+    Returns None where the sampler or the id generator must be called.
+    """
+    ids = span_ids.make_root_ids(request_span.span_factory)
+    if ids is None:
+        return None
+    arrived = tuple.__new__(events.RequestArrived, (at, wall_at, *ids.ids, ids.flags | flags, *names))
+    return RequestSpan(ids, recorder.open_request(arrived), at, owner, Context())
 
 
 def open_request_below_remote(

@@ -164,7 +164,7 @@ def _open_request(module: Any) -> tuple[request_span.RequestSpan | None, Any]:
     """Returns a separate request for a call, and its context token; None if the call is not recorded."""
     if not recorder.active or _call_descriptor.is_grad_enabled() or _call_descriptor.is_tracing():
         return None, None
-    name = read_model_name(module)
+    name = _model_names.get(id(module)) or _read_name(module)
     request = start.open_request(
         f"{OPERATION} {name}",
         owner=PROVIDER,

@@ -586,6 +586,7 @@ def test_failing_span_factory_loses_only_the_record(
 ) -> None:
     class Broken:
         limits = span_ids.Limits()
+        plain_sampler = None
 
         def create_span(self, *args: Any) -> span_ids.SpanIds:
             raise RuntimeError("secret")
