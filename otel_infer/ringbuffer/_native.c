@@ -471,8 +471,14 @@ static PyType_Slot request_ring_slots[] = {{Py_tp_init, init_request_ring},
                                            {Py_tp_methods, request_ring_methods},
                                            {Py_tp_members, request_ring_members},
                                            {0, NULL}};
+static PyTypeObject *request_ring_type;
 static PyType_Spec request_ring_spec = {"otel_infer.ringbuffer._native.RequestRing", sizeof(RequestRing), 0,
                                         Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, request_ring_slots};
+
+int is_ring(PyObject *object)
+{
+    return object != NULL && Py_TYPE(object) == request_ring_type;
+}
 
 /* ── step ring ──────────────────────────────────────────────────────────────────────────────────────────────── */
 
@@ -627,7 +633,8 @@ static int fill_module(PyObject *module)
         PyErr_SetString(PyExc_ImportError, "rings are little-endian");
         return -1;
     }
-    return add_type(module, "RequestRing", &request_ring_spec) || add_type(module, "StepRing", &step_ring_spec) ||
+    request_ring_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &request_ring_spec, NULL);
+    return request_ring_type == NULL || PyModule_AddObjectRef(module, "RequestRing", (PyObject *)request_ring_type) || add_type(module, "StepRing", &step_ring_spec) ||
            add_exchange_types(module) ? -1 : 0;
 }
 

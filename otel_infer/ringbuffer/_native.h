@@ -37,6 +37,7 @@ typedef struct {
 } OpenedRequest;
 
 int64_t read_clock(void);
+int is_ring(PyObject *object);
 
 /* Opens a request by its ASGI headers. Returns 0; 1 if the propagators must read them; -1 after an exception. */
 int open_by_headers(RequestRing *ring, PyObject *headers, PyObject *name, int64_t at, uint16_t flags,

@@ -57,6 +57,9 @@ class RequestSpan(RequestState, trace.Span):
         self.handle, self.arrived_at, self.owner = handle, arrived_at, owner
         self.has_server = ids.has_server
         self.inspect_next_chunk = True
+        writer = recorder.requests
+        if writer is not None:
+            self.ring = writer.compiled
 
     @property
     def server(self) -> SpanContext | None:
@@ -83,15 +86,8 @@ class RequestSpan(RequestState, trace.Span):
             except Exception as error:  # the request continues unrecorded
                 recorder.report_lost_event(error)
 
-    def record_stage(self, name: str, started_at: int, items: int = 0) -> None:
-        """Records that a stage ended now. `items`: how many it processed; 0 = unknown, or `events.RAISED`."""
-        writer = recorder.requests
-        if writer is not None and self.handle:
-            try:
-                fields = _clock.now(), started_at, name, items
-                writer.write_event(self.handle, events.make_tuple(events.StageEnded, fields))
-            except Exception as error:  # the request continues unrecorded
-                recorder.report_lost_event(error)
+    def _write_stage(self, at: int, name: str, started_at: int, items: int) -> None:
+        self.record_event(events.make_tuple(events.StageEnded, (at, started_at, name, items)))
 
     def record_submitted(
         self, engine: str, sequences: int = 1, input_tokens: int = 0, max_tokens: int = 0

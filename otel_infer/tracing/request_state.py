@@ -6,10 +6,11 @@ They are attributes of a compiled base class where that was built, of a Python c
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from opentelemetry.context import Context
 
+from otel_infer import _clock
 from otel_infer.ringbuffer.native import native
 from otel_infer.tracing.pending_spans import ProviderSpans
 from otel_infer.tracing.span_ids import LazySpanIds, SpanIds
@@ -36,6 +37,15 @@ class PythonRequestState:
     chunks = send_wait_ns = detokenize_ns = 0
     ended = inspect_next_chunk = responding = tokens_reached = first_token_sent = sends_directly = False
     _has_error_status = False
+    ring: Any = None
+    """The compiled ring in which the request was opened; None where it is not built."""
+
+    def record_stage(self, name: str, started_at: int, items: int = 0) -> None:
+        """Records that a stage ended now. `items`: how many it processed; 0 = unknown, or `events.RAISED`."""
+        self._write_stage(_clock.now(), name, started_at, items)
+
+    def _write_stage(self, at: int, name: str, started_at: int, items: int) -> None:
+        raise NotImplementedError
 
 
 if TYPE_CHECKING or native is None:

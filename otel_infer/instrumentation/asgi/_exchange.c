@@ -149,14 +149,14 @@ typedef struct {
     PyObject_HEAD
     OpenedRequest opened;
     PlainRequests *plain;  /* NULL: `identity` is set */
-    PyObject *identity, *around, *provider_spans, *owner, *on_token_reached, *engine_error;
+    PyObject *ring, *identity, *around, *provider_spans, *owner, *on_token_reached, *engine_error;
     long long handle, arrived_at, chunks, send_wait_ns, detokenize_ns;
     char ended, has_server, inspect_next_chunk, responding, tokens_reached, first_token_sent, sends_directly;
     char has_error_status;
 } RequestState;
 
 #define EACH_OF_REQUEST(DO)                                                                                          \
-    DO(plain) DO(identity) DO(around) DO(provider_spans) DO(owner) DO(on_token_reached) DO(engine_error)
+    DO(plain) DO(ring) DO(identity) DO(around) DO(provider_spans) DO(owner) DO(on_token_reached) DO(engine_error)
 DEFINE_REFERENCES(RequestState, EACH_OF_REQUEST)
 
 static PyObject *get_identity(RequestState *self, void *unused)
@@ -188,10 +188,44 @@ static int set_identity(RequestState *self, PyObject *value, void *unused)
 }
 
 #define FIELD(Type, kind, name) {#name, kind, offsetof(Type, name), 0, NULL}
+/* record_stage(name, started_at, items=0) */
+static PyObject *record_stage(RequestState *self, PyObject *const *arguments, Py_ssize_t count)
+{
+    enum { CODE = 2 };  /* of `events.StageEnded`: q q S q, which a test checks */
+    int64_t at = read_clock();
+    if (count < 2 || count > 3) return PyErr_Format(PyExc_TypeError, "record_stage takes 2 or 3 arguments");
+    if (is_ring(self->ring) && !((RequestRing *)self->ring)->retired && self->handle) {
+        RequestRing *ring = (RequestRing *)take(self->ring);
+        char body[40] = {0};
+        uint32_t name;
+        int64_t started_at = PyLong_AsLongLong(arguments[1]), items = count == 3 ? PyLong_AsLongLong(arguments[2]) : 0;
+        int failed = PyErr_Occurred() || intern_text(ring, arguments[0], &name) || ring->retired;
+        if (!failed) {
+            memcpy(body, &at, 8);
+            memcpy(body + 8, &started_at, 8);
+            memcpy(body + 16, &name, 4);
+            memcpy(body + 20, &items, 8);
+            write_cell(ring, CODE, (uint32_t)self->handle, body);
+        }
+        Py_DECREF((PyObject *)ring);
+        if (!failed) Py_RETURN_NONE;
+        PyErr_Clear();
+    }
+    PyObject *items = count == 3 ? take(arguments[2]) : PyLong_FromLong(0);
+    PyObject *done = PyObject_CallMethod((PyObject *)self, "_write_stage", "LOOO", (long long)at, arguments[0], arguments[1],
+                                         items);
+    Py_XDECREF(items);
+    return done;
+}
+
+static PyMethodDef request_methods[] = {
+    {"record_stage", (PyCFunction)(void (*)(void))record_stage, METH_FASTCALL,
+     "record_stage(name, started_at, items=0): records that a stage ended now, as `RequestState.record_stage`."},
+    {NULL, NULL, 0, NULL}};
 static PyGetSetDef request_properties[] = {
     {"_span_ids", (getter)get_identity, (setter)set_identity, NULL, NULL}, {NULL, NULL, NULL, NULL, NULL}};
 static PyMemberDef request_members[] = {
-    FIELD(RequestState, T_OBJECT, around), FIELD(RequestState, T_OBJECT, provider_spans),
+    FIELD(RequestState, T_OBJECT, ring), FIELD(RequestState, T_OBJECT, around), FIELD(RequestState, T_OBJECT, provider_spans),
     FIELD(RequestState, T_OBJECT, owner), FIELD(RequestState, T_OBJECT, on_token_reached),
     {"_engine_error", T_OBJECT, offsetof(RequestState, engine_error), 0, NULL},
     FIELD(RequestState, T_LONGLONG, handle), FIELD(RequestState, T_LONGLONG, arrived_at),
@@ -204,6 +238,7 @@ static PyMemberDef request_members[] = {
     {NULL, 0, 0, 0, NULL}};
 static PyType_Slot request_slots[] = {{Py_tp_new, PyType_GenericNew}, REFERENCE_SLOTS(RequestState),
                                       {Py_tp_members, request_members}, {Py_tp_getset, request_properties},
+                                      {Py_tp_methods, request_methods},
                                       {0, NULL}};
 static PyType_Spec request_spec = {"otel_infer.ringbuffer._native.RequestState", sizeof(RequestState), 0,
                                    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_BASETYPE, request_slots};
@@ -310,6 +345,7 @@ static RequestState *open_plain(PlainRequests *plain, PyObject *scope, int64_t a
         return NULL;
     }
     request->plain = (PlainRequests *)take((PyObject *)plain);
+    request->ring = take((PyObject *)plain->ring);
     request->around = take(plain->empty_context);
     request->owner = take(plain->owner);
     request->handle = request->opened.handle;

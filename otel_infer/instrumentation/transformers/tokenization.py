@@ -17,6 +17,8 @@ from otel_infer.instrumentation.transformers._instrumentor import instrumentor
 from otel_infer.instrumentation.transformers.generation_run import thread_state
 from otel_infer.ringbuffer import events
 from otel_infer.tracing import start
+from otel_infer.tracing.context import current_context
+from otel_infer.tracing.request_span import REQUEST_KEY
 
 _TOKENIZER = "transformers.tokenization_utils_base:PreTrainedTokenizerBase"
 _PROCESSOR = "transformers.processing_utils:ProcessorMixin"
@@ -35,8 +37,8 @@ def _wrap_tokenize(original: Callable[..., Any], hook: Hook) -> Callable[..., An
     def tokenize_input(*args: Any, **kwargs: Any) -> Any:
         if tokenizer_call.busy or not hook.alive:
             return original(*args, **kwargs)
-        request = start.current_request()
-        if request is None or request.tokenizing:
+        request = current_context().get(REQUEST_KEY)
+        if request is None or request.ended or request.tokenizing:
             return original(*args, **kwargs)
         started_at = _clock.now()
         tokenizer_call.busy = True

@@ -136,3 +136,10 @@ def test_compiled_steps_are_the_same_bytes(calls: list[tuple[str, tuple[int, ...
         attributes = ("cells_written", "offset", "step", "next_keyframe_step", "keyframe_requests")
         assert len({tuple(getattr(ring, each) for each in attributes) for ring in rings}) == 1
     assert memories[0][:] == memories[1][:]
+
+
+def test_layouts_that_compiled_code_writes_itself() -> None:
+    """`_exchange.c` packs these two events by their layout."""
+    stage, ended = (writer._COMPILED_LAYOUTS[event] for event in (events.StageEnded, events.ExchangeEnded))
+    assert stage == (2, "qqSq")
+    assert ended[1] == "qBSHIqqSB"

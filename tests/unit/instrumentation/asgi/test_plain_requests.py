@@ -130,6 +130,10 @@ class Endpoint:
     async def do_set_error_status(self, scope: Any, send: Any) -> None:
         trace.get_current_span().set_status(trace.StatusCode.ERROR)
 
+    async def do_record_stage(self, scope: Any, send: Any, name: Any, items: int) -> None:
+        if (request := current_request()) is not None:
+            request.record_stage(name, request.arrived_at, items)
+
     async def do_change_scheme(self, scope: Any, send: Any) -> None:
         scope["scheme"] = "https"  # as uvicorn's middleware for proxies, which is behind the entry point
 
@@ -212,6 +216,8 @@ def describe(event: Any) -> Any:
         )
     if isinstance(event, events.RequestEnded):
         return "RequestEnded", event.outcome, event.error_type, event.status_code, event.chunks
+    if isinstance(event, events.StageEnded):
+        return "StageEnded", *event[2:]
     return type(event).__name__, *event[1:]
 
 
@@ -223,6 +229,7 @@ def record_in_memory() -> Iterator[MemoryArena]:
         monkeypatch.setattr(request_span, "span_factory", factory)
         monkeypatch.setitem(server_connection._hooks, __name__, Hook("connection"))
         monkeypatch.setitem(server_connection.FLOWS, __name__, __name__)
+        recorder.stop()  # rings of an earlier test
         recorder.start(lambda: arena, lambda: None, lambda reason: None)
         yield arena
         recorder.stop()
@@ -256,6 +263,7 @@ def counted_begins() -> Iterator[list[int]]:
 ACTION = st.one_of(
     st.tuples(st.just("start"), st.sampled_from((200, 204, 404, 500, 503))),
     st.tuples(st.just("chunk"), st.sampled_from((b"", b"text")), st.booleans()),
+    st.tuples(st.just("record_stage"), st.sampled_from(("queue", "a" * 300)), st.integers(-(2**70), 2**70)),
     st.tuples(st.just("raise"), st.sampled_from((ValueError, RuntimeError, asyncio.CancelledError))),
     st.sampled_from(
         (
