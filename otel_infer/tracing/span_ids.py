@@ -124,10 +124,9 @@ class LazySpanIds(NamedTuple):
 
 def make_ids_below_remote(parent: RemoteParent, sampler: ConstantSampler) -> LazySpanIds:
     """Returns the ids of a request below an own SERVER span below the remote parent."""
-    random = _random_ids()
     if not parent:
-        flags = OWN_SERVER_SPAN | SAMPLED if sampler.root_sampled else OWN_SERVER_SPAN
-        return LazySpanIds((random[:16], random[16:24], _NO_ID, random[24:]), flags, True)
+        return make_root_ids(sampler, own_server=True)
+    random = _random_ids()
     flags = OWN_SERVER_SPAN | REMOTE_PARENT
     if parent[25] & SAMPLED_FLAG if sampler.follows_parent else sampler.root_sampled:
         flags |= SAMPLED
@@ -138,13 +137,13 @@ def make_ids_below_parent(parent: SpanContext, sampler: ConstantSampler, own_ser
     """Returns the ids of a request below this span; of a new trace if the span is invalid."""
     # A span context is a tuple; unpacking it saves a call for each property.
     trace_id, span_id, is_remote, trace_flags, trace_state, is_valid = parent
+    if not is_valid:
+        return make_root_ids(sampler, own_server)
     random = _random_ids()
     flags = SAMPLED if sampler.is_sampled(is_valid, trace_flags) else 0
     server_id = random[24:] if own_server else _NO_ID
     if own_server:
         flags |= OWN_SERVER_SPAN
-    if not is_valid:
-        return LazySpanIds((random[:16], random[16:24], _NO_ID, server_id), flags, own_server)
     if is_remote:
         flags |= REMOTE_PARENT
     # Checking whether any other trace state is empty would take a call.
@@ -153,16 +152,15 @@ def make_ids_below_parent(parent: SpanContext, sampler: ConstantSampler, own_ser
     return LazySpanIds(ids, flags, own_server, parent, state)
 
 
-def make_root_ids(factory: SpanFactory | None) -> LazySpanIds | None:
-    """Returns the ids of a request of a new trace; None where the sampler or the id generator must be called."""
-    sampler = None if factory is None else factory.plain_sampler
-    if sampler is None:
-        return None
+def make_root_ids(sampler: ConstantSampler, own_server: bool) -> LazySpanIds:
+    """Returns the ids of a request of a new trace."""
     random = _random_ids()
-    flags = SAMPLED if sampler.root_sampled else 0
-    return tuple.__new__(
-        LazySpanIds, ((random[:16], random[16:24], _NO_ID, _NO_ID), flags, False, None, None)
-    )
+    flags = OWN_SERVER_SPAN if own_server else 0
+    if sampler.root_sampled:
+        flags |= SAMPLED
+    ids = random[:16], random[16:24], _NO_ID, random[24:] if own_server else _NO_ID
+    # Not `LazySpanIds(…)`, which is one more call.
+    return tuple.__new__(LazySpanIds, (ids, flags, own_server, None, None))
 
 
 def to_span_context(parent: RemoteParent) -> SpanContext | None:

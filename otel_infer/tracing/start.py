@@ -108,9 +108,10 @@ def _open_root(
 
     Returns None where the sampler or the id generator must be called.
     """
-    ids = span_ids.make_root_ids(request_span.span_factory)
-    if ids is None:
+    sampler = request_span.span_factory.plain_sampler if request_span.span_factory is not None else None
+    if sampler is None:
         return None
+    ids = span_ids.make_root_ids(sampler, own_server=False)
     arrived = tuple.__new__(events.RequestArrived, (at, wall_at, *ids.ids, ids.flags | flags, *names))
     return RequestSpan(ids, recorder.open_request(arrived), at, owner, Context())
 

@@ -1,7 +1,7 @@
 /* Records plain HTTP requests of uvicorn, as `exchange.Exchange` and its callers do in Python, but as C.
  *
- *     EntryPoint ─▶ Exchange (the application's `send`) ─▶ ExchangeRun (what the server awaits)
- *                   ApplicationHook, RouterHook, RouteHook on the way in
+ *     EntryPoint ─▶ ExchangeRun (what the server awaits) ─▶ Exchange (the application's `send`)
+ *                   AsgiHook on the way in: in place of an application, a router or a route
  *
  * A request is plain if nothing beyond the standard case applies: a method that infers, headers that hold a lone
  * `traceparent` or none, no other instrumentation, and a connection whose hooks are known to work. `PlainRequests`
@@ -43,6 +43,7 @@ typedef struct {
 
 #define CLEAR(field) Py_CLEAR(self->field);
 #define VISIT(field) Py_VISIT(self->field);
+#define FIELD(Type, kind, name) {#name, kind, offsetof(Type, name), 0, NULL}
 
 /* Defines the three functions that a type with references needs. */
 #define DEFINE_REFERENCES(Type, EACH)                                                                                \
@@ -187,7 +188,6 @@ static int set_identity(RequestState *self, PyObject *value, void *unused)
     return 0;
 }
 
-#define FIELD(Type, kind, name) {#name, kind, offsetof(Type, name), 0, NULL}
 /* record_stage(name, started_at, items=0) */
 static PyObject *record_stage(RequestState *self, PyObject *const *arguments, Py_ssize_t count)
 {
@@ -338,14 +338,14 @@ static RequestState *open_plain(PlainRequests *plain, PyObject *scope, int64_t a
     Py_INCREF((PyObject *)ring);  /* interning may run Python code, and another thread may renew */
     int failed = open_by_headers(ring, headers, method, at, (uint16_t)plain->flags, plain->root_sampled,
                                  plain->follows_parent, &request->opened);
-    Py_DECREF((PyObject *)ring);
     if (failed) {
         request->ended = 1;
+        Py_DECREF((PyObject *)ring);
         Py_DECREF((PyObject *)request);
         return NULL;
     }
     request->plain = (PlainRequests *)take((PyObject *)plain);
-    request->ring = take((PyObject *)plain->ring);
+    request->ring = (PyObject *)ring;  /* of its handle */
     request->around = take(plain->empty_context);
     request->owner = take(plain->owner);
     request->handle = request->opened.handle;
@@ -783,7 +783,8 @@ static PyObject *throw_into_run(ExchangeRun *self, PyObject *arguments)
     PyObject *throw = self->coroutine == NULL ? NULL : PyObject_GetAttr(self->coroutine, names[THROW]);
     PyObject *result = throw == NULL ? NULL : PyObject_Call(throw, arguments, NULL);
     Py_CLEAR(self->entry_point);  /* nothing begins after a throw */
-    if (throw == NULL && PyTuple_Size(arguments) > 0) {  /* an iterator without `throw`, as the interpreter does */
+    if (throw == NULL && PyTuple_Size(arguments) == 0) PyErr_SetString(PyExc_TypeError, "throw takes an exception");
+    else if (throw == NULL) {  /* an iterator without `throw`, as the interpreter does */
         PyObject *exc = PyTuple_GetItem(arguments, PyTuple_Size(arguments) > 1 ? 1 : 0);
         PyErr_Clear();
         PyErr_SetObject(PyExceptionInstance_Check(exc) ? (PyObject *)Py_TYPE(exc) : PyTuple_GetItem(arguments, 0), exc);

@@ -69,7 +69,7 @@ _plain: Any = _make_plain_requests()
 def renew_plain_requests(exchange: Exchange) -> None:
     """Lets requests like this one be recorded by compiled code, until the recorder is due for maintenance."""
     factory, writer = request_span.span_factory, recorder.requests
-    if _plain is None or not exchange.is_followed or exchange.request is None:
+    if _plain is None or not exchange.is_followed or exchange.arrived_at <= _plain.valid_until:
         return
     if factory is None or factory.plain_sampler is None or writer is None or writer.compiled is None:
         return

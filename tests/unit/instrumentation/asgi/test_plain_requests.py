@@ -26,7 +26,7 @@ from starlette.applications import Starlette
 
 from otel_infer import _clock
 from otel_infer.instrumentation import asgi
-from otel_infer.instrumentation.asgi import exchange, plain_requests, server_connection
+from otel_infer.instrumentation.asgi import event_loop_lag, exchange, plain_requests, server_connection
 from otel_infer.instrumentation.hooks.probe import Hook
 from otel_infer.ringbuffer import events
 from otel_infer.ringbuffer.arena import MemoryArena
@@ -234,6 +234,7 @@ def record_in_memory() -> Iterator[MemoryArena]:
         yield arena
         recorder.stop()
         plain_requests.invalidate_plain_requests()
+        event_loop_lag._thread_timer.timer = None  # of a loop that is closed now
 
 
 @pytest.fixture
