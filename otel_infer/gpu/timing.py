@@ -76,7 +76,7 @@ class DeviceTiming:
     def __init__(self, find_device: Callable[[], Device | None] = current_device) -> None:
         self.is_on = True
         self.thread = _ThreadState()
-        """What is known of the calling thread: before its `check_due_at`, `begin` would time nothing for a stage."""
+        """The state of the calling thread. Before `check_due_at`, `begin` times nothing for a stage."""
         self.on_first_use: Callable[[Device], Callable[[], None]] | None = None
         """Called at the first use of a device; the timing thread calls the returned function in each cycle.
         """
