@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from statistics import median
 
-SAMPLED_OUTPUTS = 8
+SAMPLED_OUTPUTS = 4
 """Outputs of a stream that are timed. To time each one would cost two clock readings per token."""
 
 

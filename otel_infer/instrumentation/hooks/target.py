@@ -63,6 +63,12 @@ def read_parameters(owner: Any, current: Any) -> Parameters:
     return parameters
 
 
+def check_is_coroutine(function: Any) -> None:
+    """Raises `TargetMismatch` for a function that does not return a coroutine."""
+    if not inspect.iscoroutinefunction(function):
+        raise TargetMismatch(getattr(function, "__qualname__", "?"), "is not a coroutine function")
+
+
 def calls_through(outer: Any, replacement: Any) -> bool:
     """Returns whether a call of `outer` reaches `replacement`, as far as `__wrapped__` attributes show it."""
     for _ in range(100):  # a wrapper may name itself as `__wrapped__`

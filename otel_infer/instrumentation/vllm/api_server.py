@@ -9,11 +9,13 @@ each prompt is a request, which ends with its last sequence.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 from otel_infer import _clock
-from otel_infer.instrumentation.hooks.probe import Call, Hook
+from otel_infer.instrumentation.hooks.probe import Hook, WrapperFactory
+from otel_infer.instrumentation.hooks.target import check_is_coroutine, read_parameters
 from otel_infer.instrumentation.vllm._instrumentor import (
     ENGINE,
     OFFLINE_NAME,
@@ -55,30 +57,38 @@ in_flight: dict[str, PromptRequest] = {}
 """Prompt requests by vLLM's id of a sequence, while that sequence is in flight."""
 
 
-def _make_render_probe(operation: str) -> Callable[[Call], Generator[None, Any, None]]:
-    def trace_render(call: Call) -> Generator[None, Any, None]:
-        """Records the stage `tokenize`: from messages or text to token ids.
+def _make_render_hook(operation: str) -> WrapperFactory:
+    """Returns the hook for the stage `tokenize`: from messages or text to token ids.
 
-        It includes the chat template and the wait for a tokenizer; both run in vLLM's thread pool.
-        """
-        request = start.current_request()
-        started_at, items = _clock.now(), 0
-        if request is None:
-            yield
-            return
-        request.operation, request.tokenizing = operation, True
-        if not request.is_named:
-            request.expect_operation(operation, ENGINE, model_name(call.instance.model_config))
-        try:
-            yield
-        except BaseException:
-            items = events.RAISED
-            raise
-        finally:
-            request.tokenizing = False
-            request.record_stage(TOKENIZE, started_at, items)
+    It includes the chat template and the wait for a tokenizer; both run in vLLM's thread pool.
+    """
 
-    return trace_render
+    def wrap_render(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+        check_is_coroutine(original)
+
+        async def render(self: Any, *args: Any, **kwargs: Any) -> Any:
+            request = start.current_request() if hook.alive else None
+            if request is None:
+                return await original(self, *args, **kwargs)
+            started_at, items = _clock.now(), 0
+            try:
+                request.operation, request.tokenizing = operation, True
+                if not request.is_named:
+                    request.expect_operation(operation, ENGINE, model_name(self.model_config))
+            except Exception as exc:
+                hook.mark_failed(exc)
+            try:
+                return await original(self, *args, **kwargs)
+            except BaseException:
+                items = events.RAISED
+                raise
+            finally:
+                request.tokenizing = False
+                request.record_stage(TOKENIZE, started_at, items)
+
+        return render
+
+    return wrap_render
 
 
 def _name_request(request: request_span.RequestSpan, operation: str, model: str, again: bool = False) -> None:
@@ -89,8 +99,8 @@ def _name_request(request: request_span.RequestSpan, operation: str, model: str,
 
 
 for _method, _operation in (("render_chat_async", "chat"), ("render_cmpl_async", "text_completion")):
-    instrumentor.patch_function(f"{RENDERER}.{_method}", optional=True, part=TOKENIZING)(
-        _make_render_probe(_operation)
+    instrumentor.patch_hot_path(f"{RENDERER}.{_method}", optional=True, part=TOKENIZING)(
+        _make_render_hook(_operation)
     )
 
 
@@ -114,27 +124,45 @@ instrumentor.patch_hot_path("vllm.v1.engine.llm_engine:LLMEngine.__init__", part
 )
 
 
-@instrumentor.patch_function(
+@instrumentor.patch_hot_path(
     f"{OUTPUT_PROCESSOR}.add_request", reads=("request", "parent_req"), part=REQUESTS
 )
-def trace_add_request(call: Call) -> Generator[None, Any, None]:
+def wrap_add_request(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     """Binds a new sequence to its request, and samples its detokenizer for that request.
 
     This is the first call in which vLLM knows the sequence.
     """
-    request_id = call["request"].request_id
-    is_new = request_id not in in_flight
-    prompt_request = _register_sequence(call.instance, call["request"], call["parent_req"])
-    try:
-        yield
-    except BaseException as exc:
-        if is_new:
-            _close_rejected(request_id, exc)
-        raise
-    state = call.instance.request_states.get(request_id)
-    detokenizer = getattr(state, "detokenizer", None)
-    # A streamed input comes in several pieces, which share a detokenizer.
-    if prompt_request is not None and detokenizer is not None and request_id not in prompt_request.samples:
+    parent_position = read_parameters(None, original)["parent_req"][0] - 2  # behind `self` and `request`
+
+    def add_request(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        prompt_request, is_new = None, False
+        if hook.alive:
+            try:
+                is_new = request.request_id not in in_flight
+                parent = args[parent_position] if parent_position < len(args) else kwargs.get("parent_req")
+                prompt_request = _register_sequence(self, request, parent)
+            except Exception as exc:
+                hook.mark_failed(exc)
+        try:
+            result = original(self, request, *args, **kwargs)
+        except BaseException as exc:
+            if is_new:
+                _close_rejected(request.request_id, exc)
+            raise
+        if prompt_request is not None and hook.alive:
+            try:
+                _sample_detokenizer(self, request.request_id, prompt_request)
+            except Exception as exc:
+                hook.mark_failed(exc)
+        return result
+
+    return add_request
+
+
+def _sample_detokenizer(processor: Any, request_id: str, prompt_request: PromptRequest) -> None:
+    """Samples the detokenizer of a sequence. A streamed input comes in several pieces, which share one."""
+    detokenizer = getattr(processor.request_states.get(request_id), "detokenizer", None)
+    if detokenizer is not None and request_id not in prompt_request.samples:
         prompt_request.samples[request_id] = DetokenizationSample(detokenizer, prompt_request.request)
 
 
@@ -183,26 +211,46 @@ def _new_prompt_request(sequence: Any, model: str, sequences: int) -> PromptRequ
     return PromptRequest(request, owns_request, sequences)
 
 
-def _trace_submit(call: Call) -> Generator[None, Any, None]:
+def _wrap_submit(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     """Records that a sequence is submitted, in the last call before it leaves the process.
 
     By now vLLM has dropped `trace_headers` unless its own tracing is on, so ours are added here.
     """
-    sequence = call["request"]
-    prompt_request = in_flight.get(sequence.request_id)
-    is_new = prompt_request is not None and sequence.request_id not in prompt_request.submitted_ids
-    if prompt_request is not None:
-        _record_submitted(prompt_request, sequence)
-    try:
-        yield
-    except BaseException as exc:
-        if is_new:
-            _close_rejected(sequence.request_id, exc)
-        raise
+
+    def record(request: Any) -> bool:
+        """Returns whether the sequence is new."""
+        if not hook.alive:
+            return False
+        try:
+            prompt_request = in_flight.get(request.request_id)
+            return prompt_request is not None and _record_submitted(prompt_request, request)
+        except Exception as exc:
+            hook.mark_failed(exc)
+            return False
+
+    async def submit_async(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        is_new = record(request)
+        try:
+            return await original(self, request, *args, **kwargs)
+        except BaseException as exc:
+            if is_new:
+                _close_rejected(request.request_id, exc)
+            raise
+
+    def submit(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        is_new = record(request)
+        try:
+            return original(self, request, *args, **kwargs)
+        except BaseException as exc:
+            if is_new:
+                _close_rejected(request.request_id, exc)
+            raise
+
+    return submit_async if inspect.iscoroutinefunction(original) else submit
 
 
-def _record_submitted(prompt_request: PromptRequest, sequence: Any) -> None:
-    """Records the submission of a sequence and adds our headers to it.
+def _record_submitted(prompt_request: PromptRequest, sequence: Any) -> bool:
+    """Records the submission of a sequence and adds our headers to it. Returns whether the sequence is new.
 
     A prompt with several sequences counts once. A streamed prompt arrives in pieces; the last piece is empty.
     """
@@ -213,11 +261,12 @@ def _record_submitted(prompt_request: PromptRequest, sequence: Any) -> None:
             request.record_event(
                 events.RequestSubmitted(_clock.now(), 0, events.clamp_count(tokens), 0, ENGINE)
             )
-        return
+        return False
     limit = int(getattr(sequence.sampling_params, "max_tokens", 0) or 0)
     request.record_submitted(ENGINE, 1, 0 if submitted_ids else tokens, limit)
     submitted_ids.add(sequence.request_id)
     sequence.trace_headers = {**(sequence.trace_headers or {}), **propagation.inject(request)}
+    return True
 
 
 def _close_rejected(request_id: str, exc: BaseException) -> None:
@@ -234,6 +283,6 @@ _CLIENTS = {
     "InprocClient.add_request": False,
 }
 for _path, _optional in _CLIENTS.items():
-    instrumentor.patch_function(f"{CLIENT}:{_path}", reads=("request",), optional=_optional, part=REQUESTS)(
-        _trace_submit
+    instrumentor.patch_hot_path(f"{CLIENT}:{_path}", reads=("request",), optional=_optional, part=REQUESTS)(
+        _wrap_submit
     )

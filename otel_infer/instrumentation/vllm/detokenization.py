@@ -35,18 +35,16 @@ class DetokenizationSample:
         spent_ns = _clock.now() - started_at
         if _hook.alive:
             try:
-                self._add_output(args[0] if args else kwargs["new_token_ids"], spent_ns)
+                request, token_ids = self.request, args[0] if args else kwargs["new_token_ids"]
+                request.detokenize_ns += spent_ns
+                if token_ids:  # a request may end without a token
+                    if not request.tokens_reached:
+                        request.record_token_reached()
+                    if self._sample.add_output(len(token_ids), spent_ns):
+                        self._restore()
             except Exception as exc:
                 _hook.mark_failed(exc)
         return stop_string
-
-    def _add_output(self, token_ids: Any, spent_ns: int) -> None:
-        self.request.detokenize_ns += spent_ns
-        if not token_ids:  # a request may end without a token
-            return
-        self.request.record_token_reached()
-        if self._sample.add_output(len(token_ids), spent_ns):
-            self._restore()
 
     def _restore(self) -> None:
         with contextlib.suppress(AttributeError):

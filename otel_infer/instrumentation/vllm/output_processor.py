@@ -26,9 +26,9 @@ _get_finish_reason = attrgetter("finish_reason")
 
 
 class OutputBatch:
-    """The outputs of the engine core that are being processed, and the sequences that ended in them so far.
+    """Outputs of the engine core in which a sequence ends, while they are processed.
 
-    `ended`: their samples by id, None without a detokenizer.
+    `ended`: the samples of the sequences that ended so far by id, None without a detokenizer.
     """
 
     __slots__ = ("_failures", "_outputs", "ended")
@@ -41,8 +41,7 @@ class OutputBatch:
     def get_failure(self, request_id: str) -> str:
         """Returns the finish reason, `abort` or `error`, if the engine ended this sequence itself; else "".
 
-        Examples: the engine is paused, or it cannot process the prompt. The outputs are searched at the first
-        end of a sequence in them, because there is none in most batches.
+        Examples: the engine is paused, or it cannot process the prompt.
         """
         if self._failures is None:
             ends = filter(_get_finish_reason, self._outputs)
@@ -57,15 +56,17 @@ class OutputBatch:
 def wrap_process_outputs(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     """Records sequences that end on a stop string, and keeps the outputs for sequences that end in them.
 
+    The outputs become an `OutputBatch` at the first end of a sequence, because there is none in most of them.
+
     A stop string is found here. The engine core then gets an abort, although the sequence finished normally.
     If the engine core aborts a sequence itself, only its output here shows that.
     """
 
     def process_outputs(self: Any, engine_core_outputs: Any, *args: Any, **kwargs: Any) -> Any:
-        self.otel_infer_batch = batch = OutputBatch(engine_core_outputs)
+        self.otel_infer_outputs = engine_core_outputs
         result = original(self, engine_core_outputs, *args, **kwargs)
-        self.otel_infer_batch = None
-        if batch.ended and hook.alive:
+        batch, self.otel_infer_outputs = self.otel_infer_outputs, None
+        if type(batch) is OutputBatch and hook.alive:
             try:
                 for request_id in result.reqs_to_abort:
                     _record_stop(batch.ended.get(request_id))
@@ -89,11 +90,13 @@ def wrap_finish_request(original: Callable[..., Any], hook: Hook) -> Callable[..
         if hook.alive:
             try:
                 request_id = req_state.request_id
-                batch: OutputBatch | None = getattr(self, "otel_infer_batch", None)
+                batch = getattr(self, "otel_infer_outputs", None)
                 if batch is None:
                     _end_sequence(request_id, "")
-                else:
-                    batch.ended[request_id] = _end_sequence(request_id, batch.get_failure(request_id))
+                    return result
+                if type(batch) is not OutputBatch:
+                    batch = self.otel_infer_outputs = OutputBatch(batch)
+                batch.ended[request_id] = _end_sequence(request_id, batch.get_failure(request_id))
             except Exception as exc:
                 hook.mark_failed(exc)
         return result

@@ -14,7 +14,7 @@ from typing import Any
 
 from otel_infer import _clock
 from otel_infer.gpu.timed_work import StepWork
-from otel_infer.gpu.timing import timing
+from otel_infer.gpu.timing import UNTIMED, timing
 from otel_infer.instrumentation.hooks.probe import Hook
 from otel_infer.instrumentation.vllm._instrumentor import ENGINE, EXECUTION, instrumentor
 from otel_infer.ringbuffer import events
@@ -22,7 +22,7 @@ from otel_infer.ringbuffer.recorder import recorder
 
 WORKER = "vllm.v1.worker.gpu_worker:Worker"
 
-_now, _begin, _record = _clock.now, timing.begin, recorder.record_process
+_now, _begin, _record, _make_tuple = _clock.now, timing.begin, recorder.record_process, events.make_tuple
 
 
 class _DeviceStepWork(StepWork):
@@ -52,14 +52,14 @@ def _end_step(running: RunningStep, rank: int, result: Any, ended_at: int) -> No
     if not isinstance(timed, int):  # otherwise no device is timed
         work = _DeviceStepWork(ENGINE, pid, rank, step, 0)
         timing.end(timed, work, has_waited=not hasattr(result, "get_output"))
-    _record(events.StepExecuted(ended_at, started_at, ENGINE, pid, rank, step))
+    _record(_make_tuple(events.StepExecuted, (ended_at, started_at, ENGINE, pid, rank, step, 0)))
 
 
 def _end_unfinished(running: RunningStep, rank: int) -> None:
     """Records the host's time of a step without sampling, as in a pipeline stage before the last."""
     pid, step, timed, started_at, ended_at = running
     timing.cancel(timed)
-    _record(events.StepExecuted(ended_at, started_at, ENGINE, pid, rank, step))
+    _record(_make_tuple(events.StepExecuted, (ended_at, started_at, ENGINE, pid, rank, step, 0)))
 
 
 @instrumentor.patch_hot_path(f"{WORKER}.execute_model", reads=("scheduler_output",), part=EXECUTION)
@@ -68,12 +68,16 @@ def wrap_execute_model(original: Callable[..., Any], hook: Hook) -> Callable[...
         ids = getattr(scheduler_output, "otel_infer_step", None)
         if ids is None or not hook.alive:
             return original(self, scheduler_output, *args, **kwargs)
+        timed: Any = UNTIMED
+        started_at = _now()
         try:
-            timed = _begin(None, bool(scheduler_output.scheduled_new_reqs))
+            # Only device times of the timing are used here, so a thread without a device has nothing to begin.
+            if started_at >= timing.thread.check_due_at:
+                timed = _begin(None, bool(scheduler_output.scheduled_new_reqs))
+                started_at = _now()
         except Exception as exc:
             hook.mark_failed(exc)
             return original(self, scheduler_output, *args, **kwargs)
-        started_at = _now()
         try:
             result = original(self, scheduler_output, *args, **kwargs)
         except BaseException:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import enum
 import os
@@ -523,16 +524,21 @@ class FrontEnd:
         self.request_states: dict[str, Sequence] = {}
 
     def add(self, sequence: Sequence, parent: Any = None) -> None:
-        probe = api_server.trace_add_request(
-            Call(self, (sequence, None, parent), {}, {"request": (0, None), "parent_req": (2, None)})
-        )
-        next(probe)
-        self.request_states[sequence.request_id] = sequence
-        with pytest.raises(StopIteration):
-            probe.send(None)
+        def add_request(self: FrontEnd, request: Sequence, prompt: Any, parent_req: Any = None) -> None:
+            self.request_states[request.request_id] = request
 
-    def submit(self, sequence: Sequence) -> None:
-        list(api_server._trace_submit(Call(None, (sequence,), {}, {"request": (0, None)})))
+        api_server.wrap_add_request(add_request, self.hook)(self, sequence, None, parent)
+        assert self.hook.alive
+
+    def submit(self, sequence: Sequence, failure: BaseException | None = None) -> None:
+        """Submits a sequence as a server does, whose client is asynchronous."""
+
+        async def send(self: FrontEnd, request: Sequence) -> None:
+            if failure is not None:
+                raise failure
+
+        asyncio.run(api_server._wrap_submit(send, self.hook)(self, sequence))
+        assert self.hook.alive
 
     def finish(self, *sequences: Sequence) -> None:
         for sequence in sequences:
@@ -649,12 +655,15 @@ def test_renderer_and_tokenizer_hooks_record_one_tokenize_stage(recording: Recor
     assert request is not None
     token = request.attach()
     renderer = SimpleNamespace(model_config=SimpleNamespace(model="tiny"))
-    render = api_server._make_render_probe("chat")(Call(renderer, (), {}, {}))
-    next(render)
     tokenize = tokenization._wrap_tokenize(lambda prompt: [1, 2, 3], Hook("stand-in"))
-    assert tokenize("a b c") == [1, 2, 3]
-    with pytest.raises(StopIteration):
-        render.send(None)
+
+    async def render_chat(self: Any, prompt: str) -> list[int]:
+        assert request.tokenizing
+        tokens: list[int] = tokenize(prompt)
+        return tokens
+
+    render = api_server._make_render_hook("chat")(render_chat, Hook("stand-in"))
+    assert asyncio.run(render(renderer, "a b c")) == [1, 2, 3]
     detach(token)
     request.close()
     (record,) = recording.records()
@@ -676,10 +685,11 @@ def test_a_tokenized_request_is_named_if_it_failed(
     assert request is not None
     token = request.attach()
     renderer = SimpleNamespace(model_config=SimpleNamespace(model="tiny"))
-    render = api_server._make_render_probe("chat")(Call(renderer, (), {}, {}))
-    next(render)
-    with pytest.raises(StopIteration):
-        render.send(None)
+
+    async def render_chat(self: Any) -> None:
+        pass
+
+    asyncio.run(api_server._make_render_hook("chat")(render_chat, Hook("stand-in"))(renderer))
     detach(token)
     request.close(*end)
     (record,) = recording.records()
@@ -869,16 +879,15 @@ def test_prompt_rejected_before_the_engine_records_the_exception(
     recording: Recording,
 ) -> None:
     front_end, sequence = FrontEnd(), Sequence("r")
-    named = {"request": (0, None), "parent_req": (2, None)}
-    probe = api_server.trace_add_request(Call(front_end, (sequence, None, None), {}, named))
-    next(probe)
+
+    def reject(self: FrontEnd, request: Sequence, prompt: Any, parent_req: Any = None) -> None:
+        raise TypeError("no such token")
+
     with pytest.raises(TypeError):
-        probe.throw(TypeError("no such token"))
+        api_server.wrap_add_request(reject, front_end.hook)(front_end, sequence, prompt=None)
     front_end.add(sequence)
-    sending = api_server._trace_submit(Call(None, (sequence,), {}, {"request": (0, None)}))
-    next(sending)
     with pytest.raises(OSError):
-        sending.throw(OSError("the engine is gone"))
+        front_end.submit(sequence, OSError("the engine is gone"))
     first, second = recording.records()
     assert (first.error_type, second.error_type) == ("TypeError", "OSError")
     assert api_server.in_flight == {}
@@ -1096,9 +1105,7 @@ def test_failing_dummy_batch_counter_disables_the_hook(monkeypatch: pytest.Monke
 def test_submission_that_timed_out_is_aborted(recording: Recording) -> None:
     front_end, sequence = FrontEnd(), Sequence("r")
     front_end.add(sequence)
-    sending = api_server._trace_submit(Call(None, (sequence,), {}, {"request": (0, None)}))
-    next(sending)
     with pytest.raises(TimeoutError):
-        sending.throw(TimeoutError())
+        front_end.submit(sequence, TimeoutError())
     (record,) = recording.records()
     assert (record.outcome, record.error_type) == (events.ABORTED, "timeout")
