@@ -8,9 +8,11 @@
  * of a cell and its last byte, except that an unknown text is interned before the reservation.
  */
 #include "_native.h"
+#include <stdio.h>
 
 enum { W_KEYFRAME_REQUESTED = 10, W_UNRECORDED = 11, W_OFFERED = 17, W_NOT_RECORDED = 18 };
-enum { PAGE = 4096, CELL_BYTES = 64, MAX_FIELDS = 16 };
+enum { PAGE = 4096, CELL_BYTES = 64, PART_BYTES = 36, MAX_PARTS = 64, MAX_FIELDS = 16 };
+enum { ATTRIBUTE_OVERHEAD = 29 };  /* brackets, commas, quotes, the longest number, and the 0 behind a text */
 
 /* A cell: sequence, code, part, parts, 0, handle, body, sequence (`layout.CELL`). */
 enum { CODE_AT = 8, HANDLE_AT = 12, BODY_AT = 16, END_AT = 56 };
@@ -36,7 +38,8 @@ static void store_cell(char *to, uint64_t sequence, const char *middle)
 typedef struct {
     PyObject *event;  /* the type of the event */
     uint8_t code, count;
-    char fields[MAX_FIELDS];  /* q Q I H B, S and T (a text's id as I and H), 16 and 8 (bytes) as 'X' and 'x' */
+    char fields[MAX_FIELDS];  /* q Q I H B, S and T (a text's id as I and H), 16 and 8 (bytes) as 'X' and 'x'; A: see
+                                 `write_attribute` */
 } Layout;
 
 static int fail_range(void)
@@ -104,6 +107,58 @@ static void store_next_cell(RequestRing *self, const char *middle)
     store_cell((char *)self->memory.buf + PAGE + cell % self->cells * CELL_BYTES, cell + 1, middle);
 }
 
+static void store_part(RequestRing *self, uint64_t cell, int code, int part, int parts, uint32_t handle, uint32_t first,
+                       const char *body)
+{
+    char middle[END_AT - CODE_AT] = {0};
+    middle[0] = (char)code;
+    middle[1] = (char)part;
+    middle[2] = (char)parts;
+    memcpy(middle + HANDLE_AT - CODE_AT, &handle, 4);
+    memcpy(middle + BODY_AT - CODE_AT, &first, 4);
+    memcpy(middle + BODY_AT - CODE_AT + 4, body, PART_BYTES);
+    store_cell((char *)self->memory.buf + PAGE + cell % self->cells * CELL_BYTES, cell + 1, middle);
+}
+
+/* Returns the UTF-8 of a text that JSON writes as it is (`codec._is_plain_text`); NULL for any other object. */
+static const char *find_plain_text(PyObject *text, Py_ssize_t *length)
+{
+    if (text == NULL || !PyUnicode_CheckExact(text)) return NULL;
+    const char *plain = PyUnicode_AsUTF8AndSize(text, length);
+    if (plain == NULL) { PyErr_Clear(); return NULL; }
+    for (Py_ssize_t i = 0; i < *length; i++)
+        if (plain[i] < ' ' || plain[i] > '~' || plain[i] == '"' || plain[i] == '\\') return NULL;
+    return plain;
+}
+
+/* Writes an attribute with a plain text, as `codec.pack_text` and `RequestWriter._write_cells` do. Returns 0 if Python
+ * code must write it. */
+static int write_attribute(RequestRing *self, int code, PyObject *handle, PyObject *event)
+{
+    char body[MAX_PARTS * PART_BYTES + END_AT - BODY_AT];
+    const char *key, *value;
+    Py_ssize_t key_length, value_length;
+    uint32_t owner;
+    int size;
+    if (PyTuple_Size(event) != 3 || (key = find_plain_text(PyTuple_GetItem(event, 1), &key_length)) == NULL ||
+        (value = find_plain_text(PyTuple_GetItem(event, 2), &value_length)) == NULL ||
+        key_length + value_length > MAX_PARTS * PART_BYTES - ATTRIBUTE_OVERHEAD) return 0;
+    long long at = PyLong_AsLongLong(PyTuple_GetItem(event, 0));
+    if ((at == -1 && PyErr_Occurred()) || pack_number((char *)&owner, 'I', handle, &size)) { PyErr_Clear(); return 0; }
+    size = snprintf(body, sizeof body, "[%lld,\"%s\",\"%s\"]", at, key, value);
+    memset(body + size, 0, END_AT - BODY_AT);
+    if (size <= END_AT - BODY_AT) {
+        write_cell(self, code, owner, body);
+        return 1;
+    }
+    int parts = (size + PART_BYTES - 1) / PART_BYTES;
+    uint64_t cell = self->next_cell;
+    self->next_cell = cell + parts;
+    for (int part = 0; part < parts; part++)
+        store_part(self, cell + part, code, part, parts, owner, (uint32_t)(cell + 1), body + part * PART_BYTES);
+    return 1;
+}
+
 static PyObject *write_event(RequestRing *self, PyObject *const *arguments, Py_ssize_t count)
 {
     if (count != 2) return PyErr_Format(PyExc_TypeError, "write_event takes a handle and an event");
@@ -113,6 +168,10 @@ static PyObject *write_event(RequestRing *self, PyObject *const *arguments, Py_s
         return PyObject_CallFunctionObjArgs(self->write_long, arguments[0], arguments[1], NULL);
     }
     const Layout *layout = (const Layout *)PyBytes_AsString(packed);
+    if (layout->fields[0] == 'A') {
+        if (write_attribute(self, layout->code, arguments[0], arguments[1])) Py_RETURN_NONE;
+        return PyObject_CallFunctionObjArgs(self->write_long, arguments[0], arguments[1], NULL);
+    }
     char middle[END_AT - CODE_AT] = {0};
     int at = BODY_AT - CODE_AT, size;
     middle[0] = (char)layout->code;
@@ -147,7 +206,7 @@ int intern_text(RequestRing *ring, PyObject *text, uint32_t *id)
 }
 
 /* Live slot: handle, flags, 0, arrived_at, wall_at, trace, span, parent and server id, 0, handle (`layout.LIVE`). */
-enum { LIVE_BYTES = 80, LIVE_END_AT = 72, PART_BYTES = 36, FLAGS_AT = 56, SLOT_BITS = 12, GENERATIONS = 1 << 20 };
+enum { LIVE_BYTES = 80, LIVE_END_AT = 72, FLAGS_AT = 56, SLOT_BITS = 12, GENERATIONS = 1 << 20 };
 enum { JOINED = 16 };  /* `events.JOINED` */
 
 static uint64_t *header_word(RequestRing *self, int word)
@@ -176,18 +235,6 @@ void free_slot(RequestRing *self, uint32_t handle)
     self->in_flight--;
 }
 
-static void store_part(RequestRing *self, uint64_t cell, int part, uint32_t handle, uint32_t first, const char *body)
-{
-    char middle[END_AT - CODE_AT] = {0};
-    middle[0] = (char)self->arrival_code;
-    middle[1] = (char)part;
-    middle[2] = 2;
-    memcpy(middle + HANDLE_AT - CODE_AT, &handle, 4);
-    memcpy(middle + BODY_AT - CODE_AT, &first, 4);
-    memcpy(middle + BODY_AT - CODE_AT + 4, body, PART_BYTES);
-    store_cell((char *)self->memory.buf + PAGE + cell % self->cells * CELL_BYTES, cell + 1, middle);
-}
-
 /* Writes the live slot and the two cells of an arrival, then counts the request as offered. Returns its handle. */
 static uint32_t store_arrival(RequestRing *self, const char *body)
 {
@@ -206,8 +253,9 @@ static uint32_t store_arrival(RequestRing *self, const char *body)
         memcpy((char *)self->memory.buf + self->live_offset + slot * LIVE_BYTES, live, LIVE_BYTES);
         uint64_t cell = self->next_cell;
         self->next_cell = cell + 2;
-        store_part(self, cell, 0, handle, (uint32_t)(cell + 1), body);
-        store_part(self, cell + 1, 1, handle, (uint32_t)(cell + 1), body + PART_BYTES);
+        int code = self->arrival_code;
+        store_part(self, cell, code, 0, 2, handle, (uint32_t)(cell + 1), body);
+        store_part(self, cell + 1, code, 1, 2, handle, (uint32_t)(cell + 1), body + PART_BYTES);
     }
     if (!joined) ++*header_word(self, W_OFFERED);
     return handle;

@@ -112,7 +112,8 @@ _CELL_PACKERS = {
 _COMPILED_LAYOUTS = {
     event: (events.LAYOUT_BY_EVENT[event].code, _name_fields(events.LAYOUT_BY_EVENT[event]))
     for event in _CELL_PACKERS
-}
+} | {events.AttributeSet: (events.TEXT_CODES[events.AttributeSet], "A")}
+"""Codes and fields of the events that compiled code writes; `A` stands for an attribute whose value is a text."""
 
 
 class RequestWriter:

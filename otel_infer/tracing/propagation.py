@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from opentelemetry import propagate, trace
-from opentelemetry.trace import NonRecordingSpan, format_span_id, format_trace_id
+from opentelemetry.trace import NonRecordingSpan
 
 from otel_infer import _clock
 from otel_infer.ringbuffer import events
@@ -24,13 +24,15 @@ REQUEST_HEADER = "otel-infer-request"
 """Sent beside the standard headers, because another instrumentation below may replace those by its own."""
 
 
-def inject(request: request_span.RequestSpan) -> dict[str, str]:
-    """Returns a request's headers: those of OTEL_PROPAGATORS, and `REQUEST_HEADER` for `join_request`."""
-    context = request.get_span_context()
-    return {
-        **_to_headers(request),
-        REQUEST_HEADER: format_trace_id(context.trace_id) + format_span_id(context.span_id),
-    }
+def inject(request: request_span.RequestSpan, has_readers: bool = True) -> dict[str, str]:
+    """Returns a request's headers: those of OTEL_PROPAGATORS, and `REQUEST_HEADER` for `join_request`.
+
+    `has_readers`: others than `join_request` read the headers; without them `REQUEST_HEADER` is enough.
+    """
+    trace_id, span_id, _, _ = request.ids
+    headers = _to_headers(request) if has_readers else {}
+    headers[REQUEST_HEADER] = (trace_id + span_id).hex()
+    return headers
 
 
 class RequestFragment:

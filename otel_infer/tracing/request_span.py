@@ -67,6 +67,11 @@ class RequestSpan(RequestState, trace.Span):
         return self._span_ids.server
 
     @property
+    def ids(self) -> tuple[bytes, bytes, bytes, bytes]:
+        """Returns trace id, request span id, parent span id and own SERVER span id; zeros = none."""
+        return self._span_ids.ids
+
+    @property
     def _limits(self) -> Limits:
         return span_factory.limits if span_factory is not None else Limits()
 
@@ -94,12 +99,10 @@ class RequestSpan(RequestState, trace.Span):
     ) -> None:
         """Records the hand-over to the engine. `input_tokens`, `max_tokens`: 0 = unknown."""
         self.engine = engine
-        counts = (
-            events.clamp_count(sequences),
-            events.clamp_count(input_tokens),
-            events.clamp_count(max_tokens),
-        )
-        self.record_event(events.RequestSubmitted(_clock.now(), *counts, engine))
+        counts = sequences, input_tokens, max_tokens
+        if {*map(type, counts)} != {int} or not 0 <= min(counts) <= max(counts) <= events.MAX_COUNT:
+            counts = tuple(map(events.clamp_count, counts))  # type: ignore[assignment]
+        self.record_event(events.make_tuple(events.RequestSubmitted, (_clock.now(), *counts, engine)))
 
     def set_operation(self, operation: str = "", provider: str = "", model: str = "") -> None:
         """Records operation, provider (engine) and served model, if they become known after arrival.

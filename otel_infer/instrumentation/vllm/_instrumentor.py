@@ -65,3 +65,9 @@ def response_id(request_id: str) -> str:
     """Returns the id that the client receives: `request_id` without the number of a prompt, beam or turn."""
     numbered = _NUMBERED_ID.match(request_id)
     return numbered[numbered.lastindex or 0] if numbered else request_id
+
+
+def has_own_tracing(config: Any) -> bool:
+    """Returns whether vLLM's own tracing is on. `config`: has an `ObservabilityConfig`; True if it cannot be read."""
+    observability = getattr(config, "observability_config", None)
+    return bool(getattr(observability, "otlp_traces_endpoint", True))

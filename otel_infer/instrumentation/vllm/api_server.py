@@ -22,6 +22,7 @@ from otel_infer.instrumentation.vllm._instrumentor import (
     REQUESTS,
     SERVED_NAME,
     TOKENIZING,
+    has_own_tracing,
     instrumentor,
     model_name,
     response_id,
@@ -203,7 +204,8 @@ def _new_prompt_request(sequence: Any, model: str, sequences: int) -> PromptRequ
         _name_request(request, operation, name, again=bool(lora or sequence.pooling_params is not None))
     if request is None:
         return None
-    caller.record_adapter_tenant(request, lora)
+    if lora:
+        caller.record_adapter_tenant(request, lora)
     request_id = str(getattr(sequence, "external_req_id", None) or sequence.request_id)
     request.set_request_id(request_id)
     if request.operation:  # the request came through a route of the API server
@@ -217,19 +219,22 @@ def _wrap_submit(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]
     By now vLLM has dropped `trace_headers` unless its own tracing is on, so ours are added here.
     """
 
-    def record(request: Any) -> bool:
+    def record(client: Any, request: Any) -> bool:
         """Returns whether the sequence is new."""
         if not hook.alive:
             return False
         try:
             prompt_request = in_flight.get(request.request_id)
-            return prompt_request is not None and _record_submitted(prompt_request, request)
+            if prompt_request is None:
+                return False
+            is_traced = has_own_tracing(getattr(client, "vllm_config", None))
+            return _record_submitted(prompt_request, request, is_traced)
         except Exception as exc:
             hook.mark_failed(exc)
             return False
 
     async def submit_async(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-        is_new = record(request)
+        is_new = record(self, request)
         try:
             return await original(self, request, *args, **kwargs)
         except BaseException as exc:
@@ -238,7 +243,7 @@ def _wrap_submit(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]
             raise
 
     def submit(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-        is_new = record(request)
+        is_new = record(self, request)
         try:
             return original(self, request, *args, **kwargs)
         except BaseException as exc:
@@ -249,10 +254,10 @@ def _wrap_submit(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]
     return submit_async if inspect.iscoroutinefunction(original) else submit
 
 
-def _record_submitted(prompt_request: PromptRequest, sequence: Any) -> bool:
+def _record_submitted(prompt_request: PromptRequest, sequence: Any, is_traced: bool) -> bool:
     """Records the submission of a sequence and adds our headers to it. Returns whether the sequence is new.
 
-    A prompt with several sequences counts once. A streamed prompt arrives in pieces; the last piece is empty.
+    `is_traced`: vLLM's own tracing reads the headers too. A prompt with several sequences counts once. A streamed prompt arrives in pieces; the last piece is empty.
     """
     request, submitted_ids = prompt_request.request, prompt_request.submitted_ids
     tokens = len(sequence.prompt_token_ids or ())
@@ -265,7 +270,7 @@ def _record_submitted(prompt_request: PromptRequest, sequence: Any) -> bool:
     limit = int(getattr(sequence.sampling_params, "max_tokens", 0) or 0)
     request.record_submitted(ENGINE, 1, 0 if submitted_ids else tokens, limit)
     submitted_ids.add(sequence.request_id)
-    sequence.trace_headers = {**(sequence.trace_headers or {}), **propagation.inject(request)}
+    sequence.trace_headers = {**(sequence.trace_headers or {}), **propagation.inject(request, is_traced)}
     return True
 
 

@@ -14,7 +14,13 @@ from typing import Any
 from otel_infer import _clock
 from otel_infer.instrumentation.hooks.probe import Hook
 from otel_infer.instrumentation.vllm import scheduler_waits
-from otel_infer.instrumentation.vllm._instrumentor import PREEMPTIONS, SCHEDULER, STEPS, instrumentor
+from otel_infer.instrumentation.vllm._instrumentor import (
+    PREEMPTIONS,
+    SCHEDULER,
+    STEPS,
+    has_own_tracing,
+    instrumentor,
+)
 from otel_infer.instrumentation.vllm.scheduler_steps import (
     get_scheduler_steps,
     remove_from_batch,
@@ -55,7 +61,7 @@ def _record_received(scheduler: Any, request: Any) -> None:
     if fragment is None:
         return
     request.otel_infer = fragment
-    if not getattr(getattr(scheduler, "observability_config", None), "otlp_traces_endpoint", True):
+    if not has_own_tracing(scheduler):
         request.trace_headers = None  # vLLM would send them back with every token, and nothing reads them
     steps = get_scheduler_steps(scheduler)
     if steps is not None:

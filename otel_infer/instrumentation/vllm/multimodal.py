@@ -9,19 +9,23 @@ single thread on which vLLM prepares media.
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Awaitable, Callable, Generator
 from typing import Any
 
 from otel_infer import _clock
-from otel_infer.instrumentation.hooks.probe import Call
+from otel_infer.instrumentation.hooks.probe import Call, Hook
 from otel_infer.instrumentation.vllm._instrumentor import MEDIA, instrumentor
 from otel_infer.ringbuffer import events
-from otel_infer.tracing import start
+from otel_infer.tracing import request_span, start
 
 FETCH, PREPARE = events.FETCH_MEDIA, events.PREPARE_MEDIA
 
 
-def _record_stage(name: str) -> Generator[None, Any, None]:
+@instrumentor.patch_function(
+    "vllm.multimodal.media.connector:MediaConnector.load_from_url_async", optional=True, part=MEDIA
+)
+def trace_fetch_media(call: Call) -> Generator[None, Any, None]:
+    """Records `fetch media` once per image, audio or video; several may overlap in one request."""
     request, started_at, items = start.current_request(), _clock.now(), 0
     try:
         yield
@@ -30,23 +34,35 @@ def _record_stage(name: str) -> Generator[None, Any, None]:
         raise
     finally:
         if request is not None:
-            request.record_stage(name, started_at, items)
+            request.record_stage(FETCH, started_at, items)
 
 
-@instrumentor.patch_function(
-    "vllm.multimodal.media.connector:MediaConnector.load_from_url_async", optional=True, part=MEDIA
-)
-def trace_fetch_media(call: Call) -> Generator[None, Any, None]:
-    """Records `fetch media` once per image, audio or video; several may overlap in one request."""
-    yield from _record_stage(FETCH)
-
-
-@instrumentor.patch_function(
+@instrumentor.patch_hot_path(
     "vllm.renderers.base:BaseRenderer._process_tokens_async", reads=("prompt",), optional=True, part=MEDIA
 )
-def trace_prepare_media(call: Call) -> Generator[None, Any, None]:
+def wrap_prepare_media(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     """Records `prepare media`, except for a prompt of text alone."""
-    if not call["prompt"].get("multi_modal_data"):
-        yield
-        return
-    yield from _record_stage(PREPARE)
+
+    def process_tokens(self: Any, prompt: Any, *args: Any, **kwargs: Any) -> Any:
+        prepared = original(self, prompt, *args, **kwargs)
+        try:
+            if hook.alive and prompt.get("multi_modal_data") and (request := start.current_request()):
+                return _record_preparation(prepared, request, _clock.now())
+        except Exception as exc:
+            hook.mark_failed(exc)
+        return prepared
+
+    return process_tokens
+
+
+async def _record_preparation(
+    prepared: Awaitable[Any], request: request_span.RequestSpan, started_at: int
+) -> Any:
+    items = 0
+    try:
+        return await prepared
+    except BaseException:
+        items = events.RAISED
+        raise
+    finally:
+        request.record_stage(PREPARE, started_at, items)

@@ -161,12 +161,15 @@ def decode_json(body: bytes) -> Any:
     return value
 
 
+MAX_COUNT = 0xFFFFFFFF
+
+
 def clamp_count(number: Any) -> int:
     """Returns a count clamped to a u32 field of an event; 0 for a value that is not a number."""
-    if type(number) is int and 0 <= number <= 0xFFFFFFFF:
+    if type(number) is int and 0 <= number <= MAX_COUNT:
         return number
     try:
-        return max(0, min(int(number), 0xFFFFFFFF))
+        return max(0, min(int(number), MAX_COUNT))
     except Exception:  # a user's object may raise anything
         return 0
 

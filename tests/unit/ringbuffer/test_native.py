@@ -29,6 +29,12 @@ _NUMBERS = {
     "S": st.text(max_size=8),
     "T": st.text(max_size=8),
 }
+_TEXTS = st.one_of(
+    st.text(max_size=60), st.text('abc-"\\ ~', max_size=60), st.integers(1, 2300).map("x".__mul__)
+)
+_ATTRIBUTES = st.tuples(
+    st.integers(-(2**63), 2**63 - 1), _TEXTS, st.one_of(_TEXTS, st.integers(), st.booleans())
+)
 
 
 def make_writer(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> writer.RequestWriter:
@@ -45,9 +51,8 @@ def ring_bytes(made: writer.RequestWriter) -> bytes:
 
 def any_event(kind: type) -> st.SearchStrategy[Any]:
     fields = writer._COMPILED_LAYOUTS[kind][1]
-    return st.tuples(*(_NUMBERS[field] for field in fields)).map(
-        lambda values: events.make_tuple(kind, values)
-    )
+    values = _ATTRIBUTES if fields == "A" else st.tuples(*(_NUMBERS[field] for field in fields))
+    return values.map(lambda values: events.make_tuple(kind, values))
 
 
 ANY_EVENT = st.sampled_from(sorted(writer._COMPILED_LAYOUTS, key=lambda kind: kind.__name__)).flatmap(

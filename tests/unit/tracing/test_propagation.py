@@ -48,6 +48,13 @@ def test_traceparent_matches_the_request_header(request_: request_span.RequestSp
     ]
 
 
+def test_without_other_readers_only_the_request_header_is_sent(request_: request_span.RequestSpan) -> None:
+    headers = propagation.inject(request_)
+    assert propagation.inject(request_, has_readers=False) == {
+        propagation.REQUEST_HEADER: headers[propagation.REQUEST_HEADER]
+    }
+
+
 def test_sequences_share_one_fragment_until_the_last_release(
     request_: request_span.RequestSpan,
 ) -> None:

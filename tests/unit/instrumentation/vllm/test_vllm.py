@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import enum
 import os
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from types import SimpleNamespace
 from typing import Any
@@ -549,9 +549,15 @@ class FrontEnd:
         output_processor.wrap_abort_requests(lambda *_: gone, self.hook)(self, gone)
 
 
-def prepared(prompt: dict[str, Any]) -> Generator[None, Any, None]:
-    """Runs the probe with which the vLLM renderer prepares a prompt."""
-    return multimodal.trace_prepare_media(Call(None, (prompt,), {}, {"prompt": (0, None)}))
+def prepare_prompt(prompt: dict[str, Any]) -> str:
+    """Prepares a prompt as the vLLM renderer does."""
+
+    async def process_tokens(self: Any, prompt: dict[str, Any], *, skip_mm_cache: bool = False) -> str:
+        return "prepared"
+
+    process = multimodal.wrap_prepare_media(process_tokens, Hook("stand-in"))
+    result: str = asyncio.run(process(None, prompt, skip_mm_cache=True))
+    return result
 
 
 def test_every_recorded_stage_has_a_cause() -> None:
@@ -569,12 +575,8 @@ def test_multimodal_inputs_are_stages_and_text_is_not(recording: Recording) -> N
     request = start.open_request("POST /", owner="asgi")
     assert request is not None
     token = request.attach()
-    for probe in (
-        multimodal.trace_fetch_media(Call(None, (), {}, {})),
-        prepared({"multi_modal_data": {"image": []}}),
-        prepared({}),
-    ):
-        list(probe)
+    list(multimodal.trace_fetch_media(Call(None, (), {}, {})))
+    assert prepare_prompt({"multi_modal_data": {"image": []}}) == "prepared" == prepare_prompt({})
     detach(token)
     list(multimodal.trace_fetch_media(Call(None, (), {}, {})))  # outside any request
     request.close()
