@@ -17,6 +17,7 @@ from otel_infer import semconv
 from otel_infer.assembly.records.request import RequestRecord
 from otel_infer.instrumentation.hooks.detokenize_sample import SAMPLED_OUTPUTS
 from otel_infer.instrumentation.hooks.probe import Call, Hook
+from otel_infer.instrumentation.hooks.target import TargetMismatch
 from otel_infer.instrumentation.transformers import tokenization
 from otel_infer.instrumentation.vllm import (
     api_server,
@@ -671,6 +672,11 @@ def test_renderer_and_tokenizer_hooks_record_one_tokenize_stage(recording: Recor
     (record,) = recording.records()
     assert stages_of(record).count("tokenize") == 1
     assert request.operation == "chat" and not request.tokenizing
+
+
+def test_a_renderer_that_is_not_a_coroutine_function_is_left_alone() -> None:
+    with pytest.raises(TargetMismatch, match="is not a coroutine function"):
+        api_server._make_render_hook("chat")(len, Hook("stand-in"))
 
 
 @pytest.mark.parametrize(
