@@ -20,6 +20,7 @@ SOURCES = (
     "otel_infer/instrumentation/asgi/_exchange.c",
     "otel_infer/instrumentation/hooks/_compiled_hook.c",
     "otel_infer/instrumentation/transformers/_requests.c",
+    "otel_infer/instrumentation/transformers/_generation.c",
 )
 MODULE = "otel_infer/ringbuffer/_native.abi3.so"
 

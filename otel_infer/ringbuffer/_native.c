@@ -660,7 +660,8 @@ static int fill_module(PyObject *module)
     }
     request_ring_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &request_ring_spec, NULL);
     return request_ring_type == NULL || PyModule_AddObjectRef(module, "RequestRing", (PyObject *)request_ring_type) || add_type(module, "StepRing", &step_ring_spec) ||
-           add_exchange_types(module) || add_hook_type(module) || add_transformers_types(module) ? -1 : 0;
+           add_exchange_types(module) || add_hook_type(module) || add_transformers_types(module) ||
+           add_generation_types(module) ? -1 : 0;
 }
 
 static PyModuleDef_Slot module_slots[] = {{Py_mod_exec, fill_module}, {0, NULL}};

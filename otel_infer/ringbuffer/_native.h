@@ -120,12 +120,15 @@ typedef struct {
 
 /* Returns whether the hook was neither removed nor disabled; never with an exception. */
 int is_alive(CompiledHook *self);
+/* Returns the result of the library's function, after our own code; `failed`: that code has set an exception. */
+PyObject *return_after(CompiledHook *self, PyObject *result, int failed);
 
 /* The places of the hooks, ended by one without a name, and the types of each source. */
-extern const HookPlace asgi_places[], transformers_places[];
+extern const HookPlace asgi_places[], transformers_places[], generation_places[];
 int add_exchange_types(PyObject *module);
 int add_hook_type(PyObject *module);
 int add_transformers_types(PyObject *module);
+int add_generation_types(PyObject *module);
 int add_type(PyObject *module, const char *name, PyType_Spec *spec);
 
 #endif

@@ -17,6 +17,26 @@ int is_alive(CompiledHook *self)
     return alive == Py_True;
 }
 
+/* Passes the exception of our own code to the hook, which disables it. Returns -1 if that raised one. */
+static int report(CompiledHook *self)
+{
+    PyObject *type, *exc, *traceback;
+    PyErr_Fetch(&type, &exc, &traceback);
+    PyErr_NormalizeException(&type, &exc, &traceback);
+    PyObject *done = exc == NULL ? take(Py_None) : PyObject_CallMethod(self->hook, "mark_failed", "O", exc);
+    Py_XDECREF(type);
+    Py_XDECREF(exc);
+    Py_XDECREF(traceback);
+    Py_XDECREF(done);
+    return done == NULL ? -1 : 0;
+}
+
+PyObject *return_after(CompiledHook *self, PyObject *result, int failed)
+{
+    if (failed && report(self)) Py_CLEAR(result);
+    return result;
+}
+
 static PyObject *call_hook(CompiledHook *self, PyObject *arguments, PyObject *named)
 {
     if (self->call == NULL) return PyErr_Format(PyExc_RuntimeError, "the hook is not initialized");
@@ -38,7 +58,7 @@ static PyObject *bind_hook(CompiledHook *self, PyObject *instance, PyObject *own
 
 static HookCall find_call(const char *place)
 {
-    const HookPlace *const tables[] = {asgi_places, transformers_places};
+    const HookPlace *const tables[] = {asgi_places, transformers_places, generation_places};
     for (size_t i = 0; i < sizeof tables / sizeof *tables; i++)
         for (const HookPlace *entry = tables[i]; entry->place != NULL; entry++)
             if (!strcmp(entry->place, place)) return entry->call;

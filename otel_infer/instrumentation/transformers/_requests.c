@@ -109,27 +109,6 @@ static int set_number(PyObject *owner, int name, long long number)
     return failed;
 }
 
-/* Passes the exception of our own code to the hook, which disables it. Returns -1 if that raised one. */
-static int report(CompiledHook *self)
-{
-    PyObject *type, *exc, *traceback;
-    PyErr_Fetch(&type, &exc, &traceback);
-    PyErr_NormalizeException(&type, &exc, &traceback);
-    PyObject *done = exc == NULL ? take(Py_None) : PyObject_CallMethod(self->hook, "mark_failed", "O", exc);
-    Py_XDECREF(type);
-    Py_XDECREF(exc);
-    Py_XDECREF(traceback);
-    Py_XDECREF(done);
-    return done == NULL ? -1 : 0;
-}
-
-/* Returns the result of the library's function, after our own code; `failed`: that code has set an exception. */
-static PyObject *return_after(CompiledHook *self, PyObject *result, int failed)
-{
-    if (failed && report(self)) Py_CLEAR(result);
-    return result;
-}
-
 /* ── requests ──────────────────────────────────────────────────────────────────────────────────────────────── */
 
 /* Returns the request, as the same reference, if it can be recorded here; else NULL, and the reference is given up. */
