@@ -120,6 +120,8 @@ typedef struct {
 
 /* Returns whether the hook was neither removed nor disabled; never with an exception. */
 int is_alive(CompiledHook *self);
+/* Passes the exception of our own code to the hook, which disables it. Returns -1 if that raised one. */
+int report_failure(CompiledHook *self);
 /* Returns the result of the library's function, after our own code; `failed`: that code has set an exception. */
 PyObject *return_after(CompiledHook *self, PyObject *result, int failed);
 

@@ -66,9 +66,7 @@ class Recorder:
         self._making_thread = 0
         self._is_loss_logged = False
         self.deferred_recorders: dict[str, Callable[[], None]] = {}
-        """Callbacks for events that could not be recorded when they happened. They run before a request ends
-        that the events may concern.
-        """
+        """Record events that could not be recorded when they happened, before a request ends that they concern."""
         os.register_at_fork(after_in_child=self.reset_after_fork)
 
     def start(
@@ -141,7 +139,7 @@ class Recorder:
             return 0
         try:
             if self.requests is not None and arrived.at - self.maintained_at > CHECK_NS:
-                self._run_maintenance(arrived.at)
+                self.run_maintenance(arrived.at)
             writer = self.requests or self._make_rings()
             return writer.open_request(arrived) if writer is not None else 0
         except Exception as error:  # the request continues unrecorded
@@ -150,7 +148,8 @@ class Recorder:
                 self.requests.count_not_recorded(arrived)
             return 0
 
-    def _run_maintenance(self, at: int) -> None:
+    def run_maintenance(self, at: int) -> None:
+        """Does what is due every `CHECK_NS`."""
         self.maintained_at = at
         self._ensure_reader()
         if at - self._repeated_at > REPEAT_NS:

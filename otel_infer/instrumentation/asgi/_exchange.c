@@ -33,25 +33,25 @@ typedef struct PlainRequests {
     char root_sampled, follows_parent;
     PyTypeObject *exchange_type, *request_type, *context_type;
     PyObject *cycle_type, *methods, *scope_key, *request_key, *span_key, *variable_get, *variable_set, *variable_reset;
-    PyObject *owner, *make_identity, *run_deferred, *no_tokens, *empty_context, *no_text;
+    PyObject *owner, *make_identity, *run_deferred, *renew_again, *no_tokens, *empty_context, *no_text;
 } PlainRequests;
 
 #define EACH_OF_PLAIN(DO)                                                                                            \
     DO(ring) DO(exchange_type) DO(request_type) DO(context_type) DO(cycle_type) DO(methods) DO(scope_key)            \
     DO(request_key) DO(span_key) DO(variable_get) DO(variable_set) DO(variable_reset) DO(owner) DO(make_identity)    \
-    DO(run_deferred) DO(no_tokens) DO(empty_context) DO(no_text)
+    DO(run_deferred) DO(renew_again) DO(no_tokens) DO(empty_context) DO(no_text)
 
 DEFINE_REFERENCES(PlainRequests, EACH_OF_PLAIN)
 
 /* PlainRequests(exchange_type, request_type, context_type, variable, request_key, span_key, scope_key, methods, owner,
- *               make_identity, run_deferred, (codes of ResponseStarted, FirstTokenSent and ExchangeEnded), flags) */
+ *               make_identity, run_deferred, renew_again, (codes of ResponseStarted, FirstTokenSent and ExchangeEnded), flags) */
 static int init_plain(PlainRequests *self, PyObject *arguments, PyObject *named)
 {
     PyObject *exchange, *request, *context, *variable, *request_key, *span_key, *scope_key, *methods, *owner, *identity;
-    PyObject *deferred;
+    PyObject *deferred, *again;
     (void)named;
-    if (!PyArg_ParseTuple(arguments, "OOOOOOOOOOO(iii)i", &exchange, &request, &context, &variable, &request_key,
-                          &span_key, &scope_key, &methods, &owner, &identity, &deferred, &self->response_started,
+    if (!PyArg_ParseTuple(arguments, "OOOOOOOOOOOO(iii)i", &exchange, &request, &context, &variable, &request_key,
+                          &span_key, &scope_key, &methods, &owner, &identity, &deferred, &again, &self->response_started,
                           &self->first_token_sent, &self->ended, &self->flags)) return -1;
     self->exchange_type = (PyTypeObject *)take(exchange);
     self->request_type = (PyTypeObject *)take(request);
@@ -63,6 +63,7 @@ static int init_plain(PlainRequests *self, PyObject *arguments, PyObject *named)
     self->owner = take(owner);
     self->make_identity = take(identity);
     self->run_deferred = take(deferred);
+    self->renew_again = take(again);
     self->variable_get = PyObject_GetAttrString(variable, "get");
     self->variable_set = PyObject_GetAttrString(variable, "set");
     self->variable_reset = PyObject_GetAttrString(variable, "reset");
@@ -359,17 +360,33 @@ static int follow_connection(Exchange *exchange)
     return failed;
 }
 
-/* Returns the exchange of a plain request that begins here; NULL if it is not plain, never with an exception. */
+/* Returns whether requests are plain now. Once a second Python code checks it, unless no request was plain before. */
+static int is_valid(PlainRequests *plain, PyObject *connection, int64_t at)
+{
+    if (at <= plain->valid_until) return 1;
+    if (!plain->valid_until) return 0;
+    PyObject *done = PyObject_CallFunction(plain->renew_again, "OL", connection, (long long)at);
+    Py_XDECREF(done);
+    return done != NULL && at <= plain->valid_until && !plain->ring->retired;
+}
+
+static int is_interrupted(void)
+{
+    return PyErr_ExceptionMatches(PyExc_KeyboardInterrupt) || PyErr_ExceptionMatches(PyExc_SystemExit);
+}
+
+/* Returns the exchange of a plain request that begins here; NULL if it is not plain. An exception is set only if a
+ * signal handler raised it. */
 static Exchange *begin_plain(EntryPoint *self, PyObject *scope, PyObject *receive, PyObject *send)
 {
     PlainRequests *plain = self->plain;
     int64_t at = read_clock();
-    if (plain == NULL || plain->ring == NULL || plain->ring->retired || at > plain->valid_until || !self->is_watched ||
+    if (plain == NULL || plain->ring == NULL || plain->ring->retired || !self->is_watched ||
         (self->has_tracer && self->reached_app)) return NULL;
     PyObject *connection = is_plain(plain, scope) ? PyObject_GetAttr(send, names[SELF]) : NULL, *on_response = NULL;
     Exchange *exchange = NULL;
     if (connection != NULL && (PyObject *)Py_TYPE(connection) == plain->cycle_type &&
-        is_false(connection, DISCONNECTED) && has_empty_context(plain))
+        is_false(connection, DISCONNECTED) && has_empty_context(plain) && is_valid(plain, connection, at))
         on_response = PyObject_GetAttr(connection, names[ON_RESPONSE]);
     PyObject *alive = on_response == NULL ? NULL : PyObject_GetAttr(self->hook, names[ALIVE]);
     if (alive == Py_True) exchange = allocate(plain->exchange_type);
@@ -399,7 +416,7 @@ static Exchange *begin_plain(EntryPoint *self, PyObject *scope, PyObject *receiv
     }
     Py_XDECREF(connection);
     Py_XDECREF(on_response);
-    PyErr_Clear();
+    if (exchange != NULL || !is_interrupted()) PyErr_Clear();
     return exchange;
 }
 
@@ -579,7 +596,7 @@ static PyObject *end_response(Exchange *self, PyObject *unused)
     (void)unused;
     int64_t at = read_clock();
     int is_done = close_plain(self, at);
-    if (PyErr_ExceptionMatches(PyExc_KeyboardInterrupt) || PyErr_ExceptionMatches(PyExc_SystemExit)) return NULL;
+    if (is_interrupted()) return NULL;
     PyErr_Clear();
     if (!is_done) {
         PyObject *slow = PyObject_GetAttr((PyObject *)self, names[LAST_BYTE]);
@@ -612,7 +629,7 @@ static void end_exchange(Exchange *self, PyObject *exc)
     PyObject *done = end == NULL ? NULL : PyObject_CallFunctionObjArgs(end, exc == NULL ? Py_None : exc, NULL);
     Py_XDECREF(end);
     Py_XDECREF(done);
-    if (done == NULL && !PyErr_ExceptionMatches(PyExc_KeyboardInterrupt) && !PyErr_ExceptionMatches(PyExc_SystemExit))
+    if (done == NULL && !is_interrupted())
         PyErr_WriteUnraisable((PyObject *)self);
 }
 
@@ -745,7 +762,8 @@ static int start_run(ExchangeRun *self)
     }
     PyObject *scope = PyTuple_GetItem(arguments, 0), *awaitable;
     self->exchange = begin_plain(entry_point, scope, PyTuple_GetItem(arguments, 1), PyTuple_GetItem(arguments, 2));
-    if (self->exchange == NULL) awaitable = PyObject_Call(entry_point->call_slowly, arguments, NULL);
+    if (PyErr_Occurred()) awaitable = NULL;
+    else if (self->exchange == NULL) awaitable = PyObject_Call(entry_point->call_slowly, arguments, NULL);
     else awaitable = PyObject_CallFunctionObjArgs(entry_point->app, scope, self->exchange->receive,
                                                   (PyObject *)self->exchange, NULL);
     self->coroutine = get_iterator(awaitable);

@@ -60,9 +60,7 @@ def follow_connection(cycle: Any, response: DirectResponse) -> bool:
 
     Returns False if the hooks on this server are not installed.
     """
-    module = type(cycle).__module__
-    hook, flow = _hooks.get(module), _hooks.get(FLOWS.get(module, ""))
-    if hook is None or flow is None or not (hook.alive and flow.alive):
+    if not can_follow(cycle):
         return False
     response.on_response = getattr(cycle, "on_response", None)
     if response.on_response is None:  # another release of uvicorn
@@ -70,6 +68,13 @@ def follow_connection(cycle: Any, response: DirectResponse) -> bool:
     # The reference cycle ends with the response.
     cycle.otel_infer_response, cycle.on_response = response, response.end_response
     return True
+
+
+def can_follow(cycle: Any) -> bool:
+    """Returns whether the hooks on the server of this uvicorn cycle are installed and work."""
+    module = type(cycle).__module__
+    hook, flow = _hooks.get(module), _hooks.get(FLOWS.get(module, ""))
+    return hook is not None and flow is not None and hook.alive and flow.alive
 
 
 def follow_stream(send: Callable[..., Any], response: DirectResponse) -> bool:

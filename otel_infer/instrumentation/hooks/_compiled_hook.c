@@ -17,8 +17,7 @@ int is_alive(CompiledHook *self)
     return alive == Py_True;
 }
 
-/* Passes the exception of our own code to the hook, which disables it. Returns -1 if that raised one. */
-static int report(CompiledHook *self)
+int report_failure(CompiledHook *self)
 {
     PyObject *type, *exc, *traceback;
     PyErr_Fetch(&type, &exc, &traceback);
@@ -33,7 +32,7 @@ static int report(CompiledHook *self)
 
 PyObject *return_after(CompiledHook *self, PyObject *result, int failed)
 {
-    if (failed && report(self)) Py_CLEAR(result);
+    if (failed && report_failure(self)) Py_CLEAR(result);
     return result;
 }
 

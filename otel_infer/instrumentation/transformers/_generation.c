@@ -1,8 +1,8 @@
 /* Records the plain steps of `generate`, as `generate.wrap_has_unfinished_sequences` does in Python, but as C. */
 #include "../../ringbuffer/_native.h"
 
-enum { RUN, SINGLE_TOKENS, UNCHANGED, NAMES };
-static const char *const texts[NAMES] = {"run", "write_single_tokens", "write_unchanged"};
+enum { LAUNCHED, RUN, SINGLE_TOKENS, UNCHANGED, WAITED, NAMES };
+static const char *const texts[NAMES] = {"mark_launched", "run", "write_single_tokens", "write_unchanged", "has_waited"};
 static PyObject *names[NAMES];
 
 /* The fields of a `GenerationRun` that each step reads or writes. */
@@ -79,6 +79,18 @@ static int record_check(GenerationState *run, PyObject *result)
     return done == NULL ? -1 : 0;
 }
 
+/* Ends the launch of a step that is timed. Returns -1 after an exception. */
+static int end_launch(GenerationState *run)
+{
+    PyObject *mark = PyObject_GetAttr((PyObject *)run, names[LAUNCHED]);
+    PyObject *waited = mark == NULL ? NULL : PyObject_GetAttr((PyObject *)run, names[WAITED]);
+    PyObject *done = waited == NULL ? NULL : PyObject_CallFunctionObjArgs(mark, waited, NULL);
+    Py_XDECREF(mark);
+    Py_XDECREF(waited);
+    Py_XDECREF(done);
+    return done == NULL ? -1 : 0;
+}
+
 /* `known`: the state of the threads, the type of their runs, and the handle of a step that is not timed. */
 static PyObject *check_unfinished(CompiledHook *self, PyObject *arguments, PyObject *named)
 {
@@ -90,11 +102,11 @@ static PyObject *check_unfinished(CompiledHook *self, PyObject *arguments, PyObj
     }
     int is_run = found != NULL && (PyObject *)Py_TYPE(found) == PyTuple_GetItem(self->known, 1);
     GenerationState *run = is_run ? (GenerationState *)found : NULL;
+    int is_plain = is_run && run->has_plain_steps && run->iterations > 1 && is_alive(self);
+    int is_timed = is_plain && run->timing_handle != PyTuple_GetItem(self->known, 2);
     PyObject *result = NULL;
-    if (!is_run || !run->has_plain_steps || run->iterations < 2 || !is_alive(self) ||
-        run->timing_handle != PyTuple_GetItem(self->known, 2)) {
-        result = PyObject_Call(self->call_slowly, arguments, named);
-    } else {
+    if (!is_plain) result = PyObject_Call(self->call_slowly, arguments, named);
+    else if (!is_timed || !end_launch(run) || !report_failure(self)) {
         result = PyObject_Call(self->original, arguments, named);
         if (result != NULL) result = return_after(self, result, record_check(run, result));
     }

@@ -157,8 +157,7 @@ class Library:
         streamer: Any = self.streamer()
         if not served.has_sample:
             vars(streamer).pop("_otel_infer_sample", None)
-        for output in served.outputs:
-            seen.append(attempt(streamer.put, output))
+        seen.extend(attempt(streamer.put, output) for output in served.outputs)
         seen.append("put" in vars(streamer))
         seen.append(attempt(streamer.end))
         seen.append("put" in vars(streamer))
@@ -430,6 +429,7 @@ class NoTruth:
             "has_plain_steps": st.booleans(),
             "stepping": st.booleans(),
             "timing_due_at": st.just(2**62),
+            "timing_handle": st.sampled_from((5, "no handle")),
         },
     ),
 )
