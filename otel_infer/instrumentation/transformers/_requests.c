@@ -11,17 +11,17 @@ enum { SUBMITTED = 3, RECEIVED = 4, FINISHED = 10, ATTRIBUTE_SET = 32, OPERATION
 enum { MAX_TEXT = 200, MAX_NAME = 30, SAMPLED_OUTPUTS = 8 };  /* `MAX_NAME`: `request_span.MAX_SHORT_NAME` */
 
 enum {
-    ACTIVE, CHILDREN, ENGINE, EOS, GENERATED, GROUP, HANDLE, INITIAL, INITIAL_COUNT, IS_DRIVER, IS_NAMED, IS_OFFLOADED,
-    LIMIT, MODEL, NAME, NS_PER_TOKEN, OPERATION, OPERATION_NAMES, OWNS, PACKED, PREDECESSOR, PUT, REMAINING, REQUEST,
-    REQUEST_ID, OWN_REQUEST_ID, RESPONSE_ID, SAMPLE, SEQUENCES, SPENT, STATUS, STREAM_REQUEST, SUCCESSOR, TOKENS,
+    ACTIVE, CHILDREN, CONTINUES, ENGINE, EOS, GENERATED, GROUP, HANDLE, INITIAL, INITIAL_COUNT, IS_DRIVER, IS_NAMED, IS_OFFLOADED,
+    LENGTH, LIMIT, MODEL, NAME, NS_PER_TOKEN, OPERATION, OPERATION_NAMES, OWNS, PACKED, PUT, REMAINING, REQUEST,
+    REQUEST_ID, OWN_REQUEST_ID, RESPONSE_ID, SAMPLE, SEQUENCES, SPENT, STATUS, STOP, STREAM_REQUEST, TOKENS,
     TOTAL_TOKENS, ADDING_GROUP, VARIABLES, NAMES
 };
 static const char *const texts[NAMES] = {
-    "active_requests", "num_children", "engine", "_eos_token_ids", "generated_tokens", "otel_infer",
+    "active_requests", "num_children", "continues", "engine", "_eos_token_ids", "generated_tokens", "otel_infer",
     "otel_infer_handle", "initial_tokens", "_true_initial_tokens", "is_tp_driver", "is_named", "is_cpu_offloaded",
-    "max_new_tokens", "_otel_infer_model", "_name_", "ns_per_token", "operation", "_operation_names", "owns_request",
-    "packed", "otel_infer_predecessor", "put", "remaining", "request", "request_id", "_request_id", "_response_id",
-    "_otel_infer_sample", "num_return_sequences", "spent_ns", "status", "_otel_infer", "otel_infer_successor", "tokens",
+    "length", "max_new_tokens", "_otel_infer_model", "_name_", "ns_per_token", "operation", "_operation_names", "owns_request",
+    "packed", "put", "remaining", "request", "request_id", "_request_id", "_response_id",
+    "_otel_infer_sample", "num_return_sequences", "spent_ns", "status", "stop", "_otel_infer", "tokens",
     "total_tokens", "group", "__dict__"};
 static PyObject *names[NAMES];
 
@@ -149,16 +149,36 @@ static const char *get_plain_text(PyObject *text, Py_ssize_t *length)
     return plain;
 }
 
+static char *append(char *to, const char *text, Py_ssize_t length)
+{
+    memcpy(to, text, (size_t)length);
+    return to + length;
+}
+
+/* Appends a decimal number. Not by `snprintf`, whose code would have to be fetched for each request. */
+static char *append_number(char *to, uint64_t number)
+{
+    char digits[20];
+    int at = sizeof digits;
+    do digits[--at] = (char)('0' + number % 10);
+    while (number /= 10);
+    return append(to, digits + at, (Py_ssize_t)sizeof digits - at);
+}
+
 /* Records an attribute as `codec.pack_text` packs it. Returns whether that is done. */
 static int record_text(RequestState *request, PyObject *key, PyObject *value)
 {
     Py_ssize_t key_length, length;
     const char *name = get_plain_text(key, &key_length), *text = get_plain_text(value, &length);
     RequestRing *ring = get_ring(request);
-    char body[MAX_LONG_BYTES];
+    char body[MAX_LONG_BYTES], *end = body;  /* two texts of `MAX_TEXT`, an instant, and 8 characters around them */
     if (name == NULL || text == NULL || ring == NULL) return 0;
-    int size = PyOS_snprintf(body, sizeof body, "[%lld,\"%s\",\"%s\"]", (long long)read_clock(), name, text);
-    write_long(ring, ATTRIBUTE_SET, (uint32_t)request->handle, body, (size_t)size);
+    *end++ = '[';
+    end = append_number(end, (uint64_t)read_clock());
+    end = append(append(end, ",\"", 2), name, key_length);
+    end = append(append(end, "\",\"", 3), text, length);
+    end = append(end, "\"]", 2);
+    write_long(ring, ATTRIBUTE_SET, (uint32_t)request->handle, body, (size_t)(end - body));
     return 1;
 }
 
@@ -272,7 +292,7 @@ static PyObject *make_group(TransformersRequests *known, RequestState *request)
     uint32_t handle = (uint32_t)request->handle;
     PyObject *packed = PyObject_CallFunction(known->packed_type, "y#", (const char *)&handle, (Py_ssize_t)4);
     PyObject *group = packed == NULL ? NULL : allocate(known->group_type);
-    if (group != NULL && (set(group, REQUEST, (PyObject *)request) || set(group, OWNS, Py_False) ||
+    if (group != NULL && (set(group, REQUEST, (PyObject *)request) || set(group, OWNS, Py_False) || set(group, CONTINUES, Py_False) ||
                           set_number(group, REMAINING, 1) || set(group, PACKED, packed))) Py_CLEAR(group);
     Py_XDECREF(packed);
     return group;
@@ -363,7 +383,7 @@ static PyObject *add_waiting(CompiledHook *self, PyObject *arguments, PyObject *
     PyObject *state = PyTuple_Size(arguments) == 2 && named == NULL ? PyTuple_GetItem(arguments, 1) : NULL;
     PyObject *group = get(state, GROUP);
     int is_done = 0;
-    if (group != NULL && Py_TYPE(group) == known->group_type && is_alive(self) && is(state, PREDECESSOR, Py_None) &&
+    if (group != NULL && Py_TYPE(group) == known->group_type && is_alive(self) && is(group, CONTINUES, Py_False) &&
         is(state, IS_OFFLOADED, Py_False)) {
         RequestState *request = take_recorded(known, get(group, REQUEST));
         if (request != NULL) {
@@ -381,10 +401,10 @@ static PyObject *add_waiting(CompiledHook *self, PyObject *arguments, PyObject *
 
 /* ── end of a sequence ─────────────────────────────────────────────────────────────────────────────────────── */
 
-/* Returns whether the state ended and continues in no other. */
+/* Returns whether the state has all its tokens. */
 static int is_finished(PyObject *state)
 {
-    PyObject *status = is(state, SUCCESSOR, Py_None) ? get(state, STATUS) : NULL, *name = get(status, NAME);
+    PyObject *status = get(state, STATUS), *name = get(status, NAME);
     int is_over = name != NULL && PyUnicode_Check(name) && PyUnicode_CompareWithASCIIString(name, "FINISHED") == 0;
     Py_XDECREF(status);
     Py_XDECREF(name);
@@ -392,7 +412,7 @@ static int is_finished(PyObject *state)
 }
 
 /* Reads why a sequence ended and how many tokens it has. Returns whether that is done. */
-static int read_end(PyObject *state, const char **reason, long long *tokens)
+static int read_end(PyObject *state, PyObject **reason, long long *tokens)
 {
     PyObject *generated = get(state, GENERATED), *initial = get(state, INITIAL), *ends = get(state, EOS);
     long long before = get_count(state, INITIAL_COUNT);
@@ -401,7 +421,7 @@ static int read_end(PyObject *state, const char **reason, long long *tokens)
     if (is_known) {
         Py_ssize_t count = PyList_Size(generated);
         int is_end = count ? PySet_Contains(ends, PyList_GetItem(generated, count - 1)) : 0;
-        *reason = is_end ? "stop" : "length";
+        *reason = names[is_end ? STOP : LENGTH];
         *tokens = count + (before ? PyList_Size(initial) - before : 0);
         is_known = is_end >= 0 && *tokens >= 0 && *tokens <= UINT32_MAX;
     }
@@ -411,14 +431,13 @@ static int read_end(PyObject *state, const char **reason, long long *tokens)
     return is_known;
 }
 
-static int write_end(RequestState *request, const char *reason, long long count)
+static int write_end(RequestState *request, PyObject *reason, long long count)
 {
     RequestRing *ring = (RequestRing *)take((PyObject *)get_ring(request));
-    PyObject *text = PyUnicode_FromString(reason);
     uint32_t id, tokens = (uint32_t)count;
     int64_t at = read_clock();
     char body[40] = {0};
-    int failed = ring == NULL || text == NULL || intern_text(ring, text, &id) || get_ring(request) != ring;
+    int failed = ring == NULL || intern_text(ring, reason, &id) || get_ring(request) != ring;
     if (!failed) {
         memcpy(body, &at, 8);
         memcpy(body + 8, &id, 4);
@@ -426,19 +445,19 @@ static int write_end(RequestState *request, const char *reason, long long count)
         write_cell(ring, FINISHED, (uint32_t)request->handle, body);
     }
     Py_XDECREF((PyObject *)ring);
-    Py_XDECREF(text);
     return !failed;
 }
 
 /* Records the end of a sequence of a server's request. Returns whether that is done. */
 static int record_end(TransformersRequests *known, PyObject *state)
 {
-    const char *reason;
+    PyObject *reason;
     long long tokens, left, children;
     PyObject *group = get(state, GROUP);
     RequestState *request = NULL;
     int is_done = 0;
-    if (group != NULL && Py_TYPE(group) == known->group_type && is(group, OWNS, Py_False) && is_finished(state))
+    if (group != NULL && Py_TYPE(group) == known->group_type && is(group, OWNS, Py_False) &&
+        is(group, CONTINUES, Py_False) && is_finished(state))
         request = take_recorded(known, get(group, REQUEST));
     if (request != NULL && (children = get_count(state, CHILDREN)) >= 0 && (left = get_count(group, REMAINING)) >= 0 &&
         read_end(state, &reason, &tokens) && write_end(request, reason, tokens))

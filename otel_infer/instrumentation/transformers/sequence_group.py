@@ -28,12 +28,16 @@ class PackedHandle(bytes):
 
 
 class SequenceGroup:
-    """The sequences of one `add_request`. `own`: the request was opened for them and ends with the last."""
+    """The sequences of one `add_request`. `own`: the request was opened for them and ends with the last.
 
-    __slots__ = ("owns_request", "packed", "remaining", "request")
+    `continues`: one of them continued, or continues, in a new state.
+    """
+
+    __slots__ = ("continues", "owns_request", "packed", "remaining", "request")
 
     def __init__(self, request: request_span.RequestSpan, own: bool, left: int) -> None:
         self.request, self.owns_request, self.remaining = request, own, left
+        self.continues = False
         self.packed = PackedHandle(request.packed)
 
     def __deepcopy__(self, memo: Any) -> SequenceGroup:

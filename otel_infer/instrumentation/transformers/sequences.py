@@ -148,6 +148,8 @@ def wrap_create_equivalent(original: Callable[..., Any], hook: Hook) -> Callable
             try:
                 _inherit_request(state, self)
                 state.otel_infer_predecessor, self.otel_infer_successor = self, state
+                if state.otel_infer is not None:
+                    state.otel_infer.continues = True
             except Exception as exc:
                 hook.mark_failed(exc)
         return state

@@ -353,9 +353,7 @@ def test_other_requests_are_left_to_python_code(arena: MemoryArena, scope: dict[
     asyncio.run(serve())
 
 
-def test_compiled_code_renews_what_has_expired(
-    arena: MemoryArena, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compiled_code_renews_what_has_expired(arena: MemoryArena, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first request of a second is plain too, unless a setting has changed meanwhile."""
 
     async def serve() -> None:

@@ -61,6 +61,8 @@ class Served(NamedTuple):
     outputs: tuple[Any, ...] = (1, 1, 2)
     dead: str = ""
     has_sample: bool = True
+    is_recreated: bool = False
+    keeps_id: bool = True
 
 
 class Library:
@@ -69,7 +71,8 @@ class Library:
     def __init__(self, served: Served) -> None:
         self.served, self.made = served, []
         self.hooks = {
-            name: Hook(name) for name in ("handle", "add", "state", "wait", "finish", "init", "put", "end")
+            name: Hook(name)
+            for name in ("handle", "add", "state", "again", "wait", "finish", "init", "put", "end")
         }
         hooks, made = self.hooks, self.made
 
@@ -86,6 +89,9 @@ class Library:
 
             def __post_init__(self) -> None:
                 made.append(self)
+
+            def create_equivalent_initial_request(self) -> Any:
+                return State(self.request_id if served.keeps_id else "child", self.initial_tokens)
 
         class Manager:
             def add_request(self, input_ids: Any, request_id: Any = None, max_new_tokens: Any = None) -> Any:
@@ -121,6 +127,7 @@ class Library:
             (Handler, "handle_request", "handle", serve._make_handler_wrapper("chat", "resp_")),
             (Manager, "add_request", "add", sequences.wrap_add_request),
             (State, "__post_init__", "state", sequences.wrap_post_init),
+            (State, "create_equivalent_initial_request", "again", sequences.wrap_create_equivalent),
             (Scheduler, "add_waiting_request", "wait", sequences.wrap_add_waiting_request),
             (Scheduler, "finish_request", "finish", sequences.wrap_finish_request),
             (Streamer, "__init__", "init", serve._wrap_streamer_init),
@@ -161,6 +168,9 @@ class Library:
         seen.append("put" in vars(streamer))
         seen.append(attempt(streamer.end))
         seen.append("put" in vars(streamer))
+        if served.is_recreated and self.made:
+            seen.append(attempt(self.scheduler.add_waiting_request, self.made[0]))
+            self.made[0].create_equivalent_initial_request()
         for state in self.made:
             vars(state).update({name: copy.copy(value) for name, value in served.state})
             seen.append(attempt(self.scheduler.add_waiting_request, state))
@@ -280,6 +290,8 @@ SERVED = st.builds(
     outputs=OUTPUTS,
     dead=st.sampled_from(("", "", "", "handle", "add", "state", "wait", "finish", "init", "put", "end")),
     has_sample=st.sampled_from((True, True, True, False)),
+    is_recreated=st.booleans(),
+    keeps_id=st.booleans(),
 )
 
 
