@@ -12,16 +12,16 @@ enum { MAX_TEXT = 200, MAX_NAME = 30, SAMPLED_OUTPUTS = 8 };  /* `MAX_NAME`: `re
 
 enum {
     ACTIVE, CHILDREN, CONTINUES, ENGINE, EOS, GENERATED, GROUP, HANDLE, INITIAL, INITIAL_COUNT, IS_DRIVER, IS_NAMED, IS_OFFLOADED,
-    LENGTH, LIMIT, MODEL, NAME, NS_PER_TOKEN, OPERATION, OPERATION_NAMES, OWNS, PACKED, PUT, REMAINING, REQUEST,
-    REQUEST_ID, OWN_REQUEST_ID, RESPONSE_ID, SAMPLE, SEQUENCES, SPENT, STATUS, STOP, STREAM_REQUEST, TOKENS,
+    LENGTH, LIMIT, MODEL, NAME, OPERATION, OPERATION_NAMES, OWNS, PACKED, PUT, REMAINING, REQUEST,
+    REQUEST_ID, OWN_REQUEST_ID, RESPONSE_ID, SAMPLE, SEQUENCES, STATUS, STOP, STREAM_REQUEST,
     TOTAL_TOKENS, ADDING_GROUP, VARIABLES, NAMES
 };
 static const char *const texts[NAMES] = {
     "active_requests", "num_children", "continues", "engine", "_eos_token_ids", "generated_tokens", "otel_infer",
     "otel_infer_handle", "initial_tokens", "_true_initial_tokens", "is_tp_driver", "is_named", "is_cpu_offloaded",
-    "length", "max_new_tokens", "_otel_infer_model", "_name_", "ns_per_token", "operation", "_operation_names", "owns_request",
+    "length", "max_new_tokens", "_otel_infer_model", "_name_", "operation", "_operation_names", "owns_request",
     "packed", "put", "remaining", "request", "request_id", "_request_id", "_response_id",
-    "_otel_infer_sample", "num_return_sequences", "spent_ns", "status", "stop", "_otel_infer", "tokens",
+    "_otel_infer_sample", "num_return_sequences", "status", "stop", "_otel_infer",
     "total_tokens", "group", "__dict__"};
 static PyObject *names[NAMES];
 
@@ -61,6 +61,22 @@ static PyType_Slot requests_slots[] = {{Py_tp_init, init_requests}, {Py_tp_new, 
                                        REFERENCE_SLOTS(TransformersRequests), {0, NULL}};
 static PyType_Spec requests_spec = {"otel_infer.ringbuffer._native.TransformersRequests", sizeof(TransformersRequests), 0,
                                     Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, requests_slots};
+
+/* The timed outputs of one stream (`detokenize_sample.py`). */
+typedef struct {
+    PyObject_HEAD
+    long long tokens, spent_ns;
+    PyObject *ns_per_token;
+} OutputSums;
+
+#define EACH_OF_SUMS(DO) DO(ns_per_token)
+DEFINE_REFERENCES(OutputSums, EACH_OF_SUMS)
+static PyMemberDef sums_members[] = {FIELD(OutputSums, T_LONGLONG, tokens), FIELD(OutputSums, T_LONGLONG, spent_ns),
+                                     FIELD(OutputSums, T_OBJECT, ns_per_token), {NULL, 0, 0, 0, NULL}};
+static PyType_Slot sums_slots[] = {{Py_tp_new, PyType_GenericNew}, REFERENCE_SLOTS(OutputSums),
+                                   {Py_tp_members, sums_members}, {0, NULL}};
+static PyType_Spec sums_spec = {"otel_infer.ringbuffer._native.OutputSums", sizeof(OutputSums), 0,
+                                Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_BASETYPE, sums_slots};
 
 /* ── attributes ────────────────────────────────────────────────────────────────────────────────────────────── */
 
@@ -500,12 +516,24 @@ static PyObject *finish_request(CompiledHook *self, PyObject *arguments, PyObjec
 
 static int bind_streamer(TransformersRequests *known, PyObject *streamer, PyObject *request)
 {
-    PyObject *sample = allocate(known->sample_type), *outputs = PyList_New(0);
-    int failed = sample == NULL || set(sample, NS_PER_TOKEN, outputs) || set_number(sample, TOKENS, 0) ||
-                 set_number(sample, SPENT, 0) || set(streamer, STREAM_REQUEST, request) || set(streamer, SAMPLE, sample);
-    Py_XDECREF(sample);
-    Py_XDECREF(outputs);
+    OutputSums *sample = allocate(known->sample_type);
+    if (sample == NULL) return -1;
+    sample->ns_per_token = PyList_New(0);
+    int failed = sample->ns_per_token == NULL || set(streamer, STREAM_REQUEST, request) ||
+                 set(streamer, SAMPLE, (PyObject *)sample);
+    Py_DECREF((PyObject *)sample);
     return failed ? -1 : 0;
+}
+
+/* Returns the sample of a streamer as a new reference; NULL after an exception. */
+static OutputSums *get_sample(TransformersRequests *known, PyObject *streamer)
+{
+    PyObject *sample = PyObject_GetAttr(streamer, names[SAMPLE]);
+    if (sample == NULL || (Py_TYPE(sample) == known->sample_type && ((OutputSums *)sample)->ns_per_token != NULL &&
+                           PyList_CheckExact(((OutputSums *)sample)->ns_per_token))) return (OutputSums *)sample;
+    Py_DECREF(sample);
+    PyErr_SetString(PyExc_TypeError, "the sample of a streamer is no sample");
+    return NULL;
 }
 
 static PyObject *init_streamer(CompiledHook *self, PyObject *arguments, PyObject *named)
@@ -533,36 +561,27 @@ static int release_put(CompiledHook *self, PyObject *streamer)
     return failed;
 }
 
-/* Returns the time that the outputs of a sample took; -1 if it is not plain. */
-static long long get_ns(PyObject *sample)
-{
-    PyObject *spent = get(sample, SPENT);
-    long long ns = spent == NULL ? -1 : PyLong_AsLongLong(spent);
-    if (ns == -1) PyErr_Clear();
-    Py_XDECREF(spent);
-    return ns;
-}
-
 /* Adds a timed output to the sample, and records the first token. Returns -1 after an exception. */
 static int add_output(CompiledHook *self, PyObject *streamer, RequestState *request, int64_t started_at)
 {
-    PyObject *sample = get(streamer, SAMPLE), *total = get(streamer, TOTAL_TOKENS), *outputs = get(sample, NS_PER_TOKEN);
-    PyObject *ns = NULL;
-    long long tokens = to_count(total), before = get_count(sample, TOKENS), spent = get_ns(sample);
-    int failed = outputs == NULL || !PyList_CheckExact(outputs) || tokens < 0 || before < 0 || spent < 0;
-    if (!failed && tokens > before) {  /* the first `put` may be the prompt */
+    OutputSums *sample = get_sample((TransformersRequests *)self->known, streamer);
+    PyObject *total = sample == NULL ? NULL : PyObject_GetAttr(streamer, names[TOTAL_TOKENS]), *ns = NULL;
+    long long tokens = total == NULL ? -1 : PyLong_AsLongLong(total);
+    int failed = total == NULL || PyErr_Occurred();
+    if (!failed && tokens > sample->tokens) {  /* the first `put` may be the prompt */
         failed = mark_token_reached(request);
-        int64_t now = read_clock();
-        if (!failed) ns = PyFloat_FromDouble((double)(now - started_at) / (double)(tokens - before));
-        failed = failed || ns == NULL || set_number(sample, SPENT, spent + now - started_at) ||
-                 PyList_Append(outputs, ns) || set(sample, TOKENS, total) ||
-                 (PyList_Size(outputs) >= SAMPLED_OUTPUTS && release_put(self, streamer));
+        int64_t spent_ns = read_clock() - started_at;
+        if (!failed) ns = PyFloat_FromDouble((double)spent_ns / (double)(tokens - sample->tokens));
+        failed = failed || ns == NULL || PyList_Append(sample->ns_per_token, ns);
+        if (!failed) {
+            sample->spent_ns += spent_ns;
+            sample->tokens = tokens;
+            if (PyList_Size(sample->ns_per_token) >= SAMPLED_OUTPUTS) failed = release_put(self, streamer);
+        }
     }
-    Py_XDECREF(sample);
+    Py_XDECREF((PyObject *)sample);
     Py_XDECREF(total);
-    Py_XDECREF(outputs);
     Py_XDECREF(ns);
-    if (failed && !PyErr_Occurred()) PyErr_SetString(PyExc_TypeError, "the sample of a streamer is no sample");
     return failed ? -1 : 0;
 }
 
@@ -606,7 +625,7 @@ static PyObject *put_output(CompiledHook *self, PyObject *arguments, PyObject *n
 static double find_median(PyObject *outputs)
 {
     double sorted[SAMPLED_OUTPUTS];
-    Py_ssize_t count = outputs != NULL && PyList_CheckExact(outputs) ? PyList_Size(outputs) : 0;
+    Py_ssize_t count = PyList_Size(outputs);
     if (count == 0 || count > SAMPLED_OUTPUTS) return -1;
     for (Py_ssize_t i = 0; i < count; i++) {
         PyObject *output = PyList_GetItem(outputs, i);
@@ -627,23 +646,27 @@ static long long round_even(double number)
     return whole + (rest > 0.5 || (rest == 0.5 && whole % 2));
 }
 
-/* Adds the estimated time of detokenizing to the request. Returns -1 after an exception. */
-static int add_detokenizing(PyObject *streamer, RequestState *request)
+/* Returns the estimated time of the tokens of a stream that were not timed; -1 after an exception. */
+static long long estimate_rest(OutputSums *sample, PyObject *total)
 {
-    PyObject *sample = get(streamer, SAMPLE), *outputs = get(sample, NS_PER_TOKEN), *total = get(streamer, TOTAL_TOKENS);
-    long long tokens = to_count(total), timed = get_count(sample, TOKENS), spent = get_ns(sample), rest = -1;
-    double median = find_median(outputs);
-    if (median >= 0 && tokens >= timed && timed >= 0) rest = round_even((double)(tokens - timed) * median);
-    else if (sample != NULL && total != NULL) {
-        PyObject *estimated = PyObject_CallMethod(sample, "estimate_rest", "O", total);
-        rest = estimated == NULL ? -1 : PyLong_AsLongLong(estimated);
-        Py_XDECREF(estimated);
-    }
-    int failed = rest < 0 || spent < 0;
-    if (!failed) request->detokenize_ns += spent + rest;
-    else if (!PyErr_Occurred()) PyErr_SetString(PyExc_AttributeError, "the streamer has no sample");
-    Py_XDECREF(sample);
-    Py_XDECREF(outputs);
+    long long tokens = to_count(total);
+    double median = find_median(sample->ns_per_token);
+    if (median >= 0 && tokens >= sample->tokens) return round_even((double)(tokens - sample->tokens) * median);
+    PyObject *estimated = PyObject_CallMethod((PyObject *)sample, "estimate_rest", "O", total);
+    long long rest = estimated == NULL ? -1 : PyLong_AsLongLong(estimated);
+    Py_XDECREF(estimated);
+    return rest;
+}
+
+/* Adds the estimated time of detokenizing to the request. Returns -1 after an exception. */
+static int add_detokenizing(TransformersRequests *known, PyObject *streamer, RequestState *request)
+{
+    OutputSums *sample = get_sample(known, streamer);
+    PyObject *total = sample == NULL ? NULL : PyObject_GetAttr(streamer, names[TOTAL_TOKENS]);
+    long long rest = total == NULL ? -1 : estimate_rest(sample, total);
+    int failed = total == NULL || PyErr_Occurred();
+    if (!failed) request->detokenize_ns += sample->spent_ns + rest;
+    Py_XDECREF((PyObject *)sample);
     Py_XDECREF(total);
     return failed ? -1 : 0;
 }
@@ -663,7 +686,7 @@ static PyObject *end_stream(CompiledHook *self, PyObject *arguments, PyObject *n
     if (PyDict_DelItem(variables, names[PUT])) PyErr_Clear();  /* it refers to the streamer */
     Py_DECREF(variables);
     PyObject *result = PyObject_Call(self->original, arguments, named);
-    if (result != NULL && is_alive(self)) result = return_after(self, result, add_detokenizing(streamer, request));
+    if (result != NULL && is_alive(self)) result = return_after(self, result, add_detokenizing(known, streamer, request));
     Py_DECREF((PyObject *)request);
     return result;
 }
@@ -680,5 +703,5 @@ int add_transformers_types(PyObject *module)
         names[i] = PyUnicode_InternFromString(texts[i]);
         if (names[i] == NULL) return -1;
     }
-    return add_type(module, "TransformersRequests", &requests_spec);
+    return add_type(module, "OutputSums", &sums_spec) || add_type(module, "TransformersRequests", &requests_spec) ? -1 : 0;
 }
