@@ -11,18 +11,16 @@ enum { SUBMITTED = 3, RECEIVED = 4, FINISHED = 10, ATTRIBUTE_SET = 32, OPERATION
 enum { MAX_TEXT = 200, MAX_NAME = 30, SAMPLED_OUTPUTS = 8 };  /* `MAX_NAME`: `request_span.MAX_SHORT_NAME` */
 
 enum {
-    ACTIVE, CHILDREN, CONTINUES, ENGINE, EOS, GENERATED, GROUP, HANDLE, INITIAL, INITIAL_COUNT, IS_DRIVER, IS_NAMED, IS_OFFLOADED,
-    LENGTH, LIMIT, MODEL, NAME, OPERATION, OPERATION_NAMES, OWNS, PACKED, PUT, REMAINING, REQUEST,
-    REQUEST_ID, OWN_REQUEST_ID, RESPONSE_ID, SAMPLE, SEQUENCES, STATUS, STOP, STREAM_REQUEST,
-    TOTAL_TOKENS, ADDING_GROUP, VARIABLES, NAMES
+    ACTIVE, CHILDREN, ENGINE, EOS, GENERATED, GROUP, HANDLE, INITIAL, INITIAL_COUNT, IS_DRIVER, IS_NAMED, IS_OFFLOADED,
+    LENGTH, LIMIT, MODEL, NAME, OPERATION, OPERATION_NAMES, PUT, REQUEST_ID, OWN_REQUEST_ID, RESPONSE_ID, SAMPLE,
+    SEQUENCES, STATUS, STOP, STREAM_REQUEST, TOTAL_TOKENS, ADDING_GROUP, VARIABLES, NAMES
 };
 static const char *const texts[NAMES] = {
-    "active_requests", "num_children", "continues", "engine", "_eos_token_ids", "generated_tokens", "otel_infer",
+    "active_requests", "num_children", "engine", "_eos_token_ids", "generated_tokens", "otel_infer",
     "otel_infer_handle", "initial_tokens", "_true_initial_tokens", "is_tp_driver", "is_named", "is_cpu_offloaded",
-    "length", "max_new_tokens", "_otel_infer_model", "_name_", "operation", "_operation_names", "owns_request",
-    "packed", "put", "remaining", "request", "request_id", "_request_id", "_response_id",
-    "_otel_infer_sample", "num_return_sequences", "status", "stop", "_otel_infer",
-    "total_tokens", "group", "__dict__"};
+    "length", "max_new_tokens", "_otel_infer_model", "_name_", "operation", "_operation_names", "put",
+    "request_id", "_request_id", "_response_id", "_otel_infer_sample", "num_return_sequences", "status", "stop",
+    "_otel_infer", "total_tokens", "group", "__dict__"};
 static PyObject *names[NAMES];
 
 typedef struct {
@@ -78,6 +76,24 @@ static PyType_Slot sums_slots[] = {{Py_tp_new, PyType_GenericNew}, REFERENCE_SLO
 static PyType_Spec sums_spec = {"otel_infer.ringbuffer._native.OutputSums", sizeof(OutputSums), 0,
                                 Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_BASETYPE, sums_slots};
 
+/* The sequences of one request (`sequence_group.py`). */
+typedef struct {
+    PyObject_HEAD
+    PyObject *request, *packed;
+    long long remaining;
+    char owns_request, continues;
+} GroupState;
+
+#define EACH_OF_GROUP(DO) DO(request) DO(packed)
+DEFINE_REFERENCES(GroupState, EACH_OF_GROUP)
+static PyMemberDef group_members[] = {FIELD(GroupState, T_OBJECT, request), FIELD(GroupState, T_OBJECT, packed),
+                                      FIELD(GroupState, T_LONGLONG, remaining), FIELD(GroupState, T_BOOL, owns_request),
+                                      FIELD(GroupState, T_BOOL, continues), {NULL, 0, 0, 0, NULL}};
+static PyType_Slot group_slots[] = {{Py_tp_new, PyType_GenericNew}, REFERENCE_SLOTS(GroupState),
+                                    {Py_tp_members, group_members}, {0, NULL}};
+static PyType_Spec group_spec = {"otel_infer.ringbuffer._native.GroupState", sizeof(GroupState), 0,
+                                 Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_BASETYPE, group_slots};
+
 /* ── attributes ────────────────────────────────────────────────────────────────────────────────────────────── */
 
 /* Returns an attribute as a new reference; NULL without an exception if it is missing. */
@@ -115,14 +131,6 @@ static long long get_count(PyObject *owner, int name)
 static int set(PyObject *owner, int name, PyObject *value)
 {
     return value == NULL ? -1 : PyObject_SetAttr(owner, names[name], value);
-}
-
-static int set_number(PyObject *owner, int name, long long number)
-{
-    PyObject *value = PyLong_FromLongLong(number);
-    int failed = set(owner, name, value);
-    Py_XDECREF(value);
-    return failed;
 }
 
 /* ── requests ──────────────────────────────────────────────────────────────────────────────────────────────── */
@@ -302,16 +310,20 @@ static void *allocate(PyTypeObject *type)
     return ((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
 }
 
-/* Returns the group of the one sequence of a request (`sequences._SequenceGroup`). */
+/* Returns the group of the one sequence of a request (`sequence_group.SequenceGroup`). */
 static PyObject *make_group(TransformersRequests *known, RequestState *request)
 {
     uint32_t handle = (uint32_t)request->handle;
     PyObject *packed = PyObject_CallFunction(known->packed_type, "y#", (const char *)&handle, (Py_ssize_t)4);
-    PyObject *group = packed == NULL ? NULL : allocate(known->group_type);
-    if (group != NULL && (set(group, REQUEST, (PyObject *)request) || set(group, OWNS, Py_False) || set(group, CONTINUES, Py_False) ||
-                          set_number(group, REMAINING, 1) || set(group, PACKED, packed))) Py_CLEAR(group);
-    Py_XDECREF(packed);
-    return group;
+    GroupState *group = packed == NULL ? NULL : allocate(known->group_type);
+    if (group == NULL) {
+        Py_XDECREF(packed);
+        return NULL;
+    }
+    group->request = take((PyObject *)request);
+    group->packed = packed;
+    group->remaining = 1;
+    return (PyObject *)group;
 }
 
 /* Records a submission. Returns its group, NULL if Python code must do it. */
@@ -357,23 +369,23 @@ static PyObject *add_request(CompiledHook *self, PyObject *arguments, PyObject *
 }
 
 /* Binds a state to the group of this thread. Returns -1 after an exception. */
-static int bind_state(TransformersRequests *known, PyObject *state, PyObject *group)
+static int bind_state(TransformersRequests *known, PyObject *state, GroupState *group)
 {
-    PyObject *packed = PyObject_GetAttr(group, names[PACKED]), *request = get(group, REQUEST), *id = get(state, REQUEST_ID);
-    int failed = packed == NULL || set(state, GROUP, group) || set(state, HANDLE, packed);
-    if (!failed) {
-        int is_done = request != NULL && Py_TYPE(request) == known->request_type && id != NULL &&
-                      record_id((RequestState *)request, OWN_REQUEST_ID, known->request_id_key, id);
-        PyObject *text = is_done ? NULL : PyObject_Str(id == NULL ? Py_None : id);
-        PyObject *done = is_done || text == NULL ? NULL : PyObject_CallMethod(request, "set_request_id", "O", text);
-        failed = !is_done && done == NULL;
-        Py_XDECREF(text);
-        Py_XDECREF(done);
+    PyObject *request = group->request, *id = PyObject_GetAttr(state, names[REQUEST_ID]), *done = NULL;
+    if (id == NULL || request == NULL || set(state, GROUP, (PyObject *)group) || set(state, HANDLE, group->packed)) {
+        Py_XDECREF(id);
+        return -1;
     }
-    Py_XDECREF(packed);
-    Py_XDECREF(request);
-    Py_XDECREF(id);
-    return failed ? -1 : 0;
+    if (Py_TYPE(request) == known->request_type &&
+        record_id((RequestState *)request, OWN_REQUEST_ID, known->request_id_key, id)) done = take(Py_None);
+    else {
+        PyObject *text = PyObject_Str(id);
+        done = text == NULL ? NULL : PyObject_CallMethod(request, "set_request_id", "O", text);
+        Py_XDECREF(text);
+    }
+    Py_XDECREF(done);
+    Py_DECREF(id);
+    return done == NULL ? -1 : 0;
 }
 
 /* self */
@@ -387,9 +399,19 @@ static PyObject *post_init(CompiledHook *self, PyObject *arguments, PyObject *na
     }
     PyObject *result = PyObject_Call(self->original, arguments, named);
     if (result != NULL && is_alive(self))
-        result = return_after(self, result, bind_state(known, PyTuple_GetItem(arguments, 0), group));
+        result = return_after(self, result, bind_state(known, PyTuple_GetItem(arguments, 0), (GroupState *)group));
     Py_DECREF(group);
     return result;
+}
+
+/* Returns the group of a state, as a new reference, if it has one whose sequences all stay in their first states. */
+static GroupState *get_group(TransformersRequests *known, PyObject *state)
+{
+    PyObject *group = get(state, GROUP);
+    if (group == NULL || (Py_TYPE(group) == known->group_type && !((GroupState *)group)->continues))
+        return (GroupState *)group;
+    Py_DECREF(group);
+    return NULL;
 }
 
 /* Scheduler, state */
@@ -397,22 +419,20 @@ static PyObject *add_waiting(CompiledHook *self, PyObject *arguments, PyObject *
 {
     TransformersRequests *known = (TransformersRequests *)self->known;
     PyObject *state = PyTuple_Size(arguments) == 2 && named == NULL ? PyTuple_GetItem(arguments, 1) : NULL;
-    PyObject *group = get(state, GROUP);
-    int is_done = 0;
-    if (group != NULL && Py_TYPE(group) == known->group_type && is_alive(self) && is(group, CONTINUES, Py_False) &&
-        is(state, IS_OFFLOADED, Py_False)) {
-        RequestState *request = take_recorded(known, get(group, REQUEST));
-        if (request != NULL) {
-            int64_t at = read_clock();
-            char body[40] = {0};
-            memcpy(body, &at, 8);
-            write_cell(get_ring(request), RECEIVED, (uint32_t)request->handle, body);
-            Py_DECREF((PyObject *)request);
-            is_done = 1;
-        }
+    GroupState *group = get_group(known, state);
+    RequestState *request = NULL;
+    if (group != NULL && is_alive(self) && is(state, IS_OFFLOADED, Py_False))
+        request = take_recorded(known, take(group->request));
+    if (request != NULL) {
+        int64_t at = read_clock();
+        char body[40] = {0};
+        memcpy(body, &at, 8);
+        write_cell(get_ring(request), RECEIVED, (uint32_t)request->handle, body);
     }
-    Py_XDECREF(group);
-    return PyObject_Call(is_done ? self->original : self->call_slowly, arguments, named);
+    PyObject *result = PyObject_Call(request == NULL ? self->call_slowly : self->original, arguments, named);
+    Py_XDECREF((PyObject *)group);
+    Py_XDECREF((PyObject *)request);
+    return result;
 }
 
 /* ── end of a sequence ─────────────────────────────────────────────────────────────────────────────────────── */
@@ -468,18 +488,19 @@ static int write_end(RequestState *request, PyObject *reason, long long count)
 static int record_end(TransformersRequests *known, PyObject *state)
 {
     PyObject *reason;
-    long long tokens, left, children;
-    PyObject *group = get(state, GROUP);
+    long long tokens, children;
+    GroupState *group = get_group(known, state);
     RequestState *request = NULL;
     int is_done = 0;
-    if (group != NULL && Py_TYPE(group) == known->group_type && is(group, OWNS, Py_False) &&
-        is(group, CONTINUES, Py_False) && is_finished(state))
-        request = take_recorded(known, get(group, REQUEST));
-    if (request != NULL && (children = get_count(state, CHILDREN)) >= 0 && (left = get_count(group, REMAINING)) >= 0 &&
-        read_end(state, &reason, &tokens) && write_end(request, reason, tokens))
-        is_done = !set_number(group, REMAINING, left - 1 - children) && !set(state, GROUP, Py_None);
+    if (group != NULL && !group->owns_request && is_finished(state))
+        request = take_recorded(known, take(group->request));
+    if (request != NULL && (children = get_count(state, CHILDREN)) >= 0 && read_end(state, &reason, &tokens) &&
+        write_end(request, reason, tokens)) {
+        group->remaining -= 1 + children;
+        is_done = !set(state, GROUP, Py_None);
+    }
     Py_XDECREF((PyObject *)request);
-    Py_XDECREF(group);
+    Py_XDECREF((PyObject *)group);
     PyErr_Clear();
     return is_done;
 }
@@ -703,5 +724,6 @@ int add_transformers_types(PyObject *module)
         names[i] = PyUnicode_InternFromString(texts[i]);
         if (names[i] == NULL) return -1;
     }
-    return add_type(module, "OutputSums", &sums_spec) || add_type(module, "TransformersRequests", &requests_spec) ? -1 : 0;
+    return add_type(module, "OutputSums", &sums_spec) || add_type(module, "GroupState", &group_spec) ||
+           add_type(module, "TransformersRequests", &requests_spec) ? -1 : 0;
 }

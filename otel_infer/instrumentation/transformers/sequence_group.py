@@ -6,11 +6,12 @@ A `RequestState` carries its group as the attribute `otel_infer`, and the packed
 from __future__ import annotations
 
 import threading
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from otel_infer import _clock
 from otel_infer.instrumentation.transformers.batch_tracker import UNKNOWN_HANDLE
 from otel_infer.ringbuffer import events
+from otel_infer.ringbuffer.native import native
 from otel_infer.tracing import request_span
 
 
@@ -27,13 +28,31 @@ class PackedHandle(bytes):
         return bytes, (UNKNOWN_HANDLE,)
 
 
-class SequenceGroup:
+class PythonGroupState:
+    """The fields of a group; compiled code reads and writes them as well, where it was built."""
+
+    __slots__ = ("continues", "owns_request", "packed", "remaining", "request")
+
+    request: request_span.RequestSpan
+    packed: PackedHandle
+    remaining: int
+    owns_request: bool
+    continues: bool
+
+
+if TYPE_CHECKING or native is None:
+    GroupState = PythonGroupState
+else:
+    GroupState = native.GroupState
+
+
+class SequenceGroup(GroupState):
     """The sequences of one `add_request`. `own`: the request was opened for them and ends with the last.
 
     `continues`: one of them continued, or continues, in a new state.
     """
 
-    __slots__ = ("continues", "owns_request", "packed", "remaining", "request")
+    __slots__ = ()
 
     def __init__(self, request: request_span.RequestSpan, own: bool, left: int) -> None:
         self.request, self.owns_request, self.remaining = request, own, left
