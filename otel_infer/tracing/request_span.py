@@ -23,6 +23,8 @@ from otel_infer.tracing.user_mistakes import ignore_mistakes
 
 REQUEST_KEY = otel_context.create_key("otel_infer-request")
 _EMPTY_CONTEXT = Context()
+ID_KEYS = semconv.REQUEST_ID, semconv.RESPONSE_ID
+"""Attributes of the engine's id of a request, and of the id of its response."""
 MAX_SHORT_NAME = 30
 """Characters of a name whose UTF-8 fits the string table (126 bytes) in any script."""
 

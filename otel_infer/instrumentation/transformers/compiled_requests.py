@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from otel_infer import semconv
 from otel_infer.instrumentation.hooks.compiled_hook import compile_hook
 from otel_infer.instrumentation.hooks.detokenize_sample import DetokenizeSample
 from otel_infer.instrumentation.hooks.probe import Hook
@@ -37,8 +36,7 @@ def _make_requests() -> Any:
         adding,
         ENGINE,
         OPERATION,
-        semconv.REQUEST_ID,
-        semconv.RESPONSE_ID,
+        *request_span.ID_KEYS,
         remove_from_batch,
         record_finish,
         CANCELLED,
