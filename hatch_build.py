@@ -15,7 +15,13 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-SOURCES = "otel_infer/ringbuffer/_native.c", "otel_infer/instrumentation/asgi/_exchange.c"
+SOURCES = (
+    "otel_infer/ringbuffer/_native.c",
+    "otel_infer/instrumentation/asgi/_exchange.c",
+    "otel_infer/instrumentation/hooks/_compiled_hook.c",
+    "otel_infer/instrumentation/transformers/_requests.c",
+    "otel_infer/instrumentation/transformers/_generation.c",
+)
 MODULE = "otel_infer/ringbuffer/_native.abi3.so"
 
 

@@ -8,11 +8,9 @@
  * of a cell and its last byte, except that an unknown text is interned before the reservation.
  */
 #include "_native.h"
-#include <stdio.h>
 
 enum { W_KEYFRAME_REQUESTED = 10, W_UNRECORDED = 11, W_OFFERED = 17, W_NOT_RECORDED = 18 };
 enum { PAGE = 4096, CELL_BYTES = 64, PART_BYTES = 36, MAX_PARTS = 64, MAX_FIELDS = 16 };
-enum { ATTRIBUTE_OVERHEAD = 29 };  /* brackets, commas, quotes, the longest number, and the 0 behind a text */
 
 /* A cell: sequence, code, part, parts, 0, handle, body, sequence (`layout.CELL`). */
 enum { CODE_AT = 8, HANDLE_AT = 12, BODY_AT = 16, END_AT = 56 };
@@ -39,7 +37,7 @@ typedef struct {
     PyObject *event;  /* the type of the event */
     uint8_t code, count;
     char fields[MAX_FIELDS];  /* q Q I H B, S and T (a text's id as I and H), 16 and 8 (bytes) as 'X' and 'x'; A: see
-                                 `write_attribute` */
+                                 `write_attribute_set` */
 } Layout;
 
 static int fail_range(void)
@@ -107,56 +105,97 @@ static void store_next_cell(RequestRing *self, const char *middle)
     store_cell((char *)self->memory.buf + PAGE + cell % self->cells * CELL_BYTES, cell + 1, middle);
 }
 
-static void store_part(RequestRing *self, uint64_t cell, int code, int part, int parts, uint32_t handle, uint32_t first,
-                       const char *body)
+/* An event in several cells; a part may be shorter than `PART_BYTES`. */
+typedef struct {
+    int code, parts;
+    uint32_t handle, first;
+} LongEvent;
+
+static void store_part(RequestRing *self, uint64_t cell, LongEvent event, int part, const char *body, size_t size)
 {
     char middle[END_AT - CODE_AT] = {0};
-    middle[0] = (char)code;
+    middle[0] = (char)event.code;
     middle[1] = (char)part;
-    middle[2] = (char)parts;
-    memcpy(middle + HANDLE_AT - CODE_AT, &handle, 4);
-    memcpy(middle + BODY_AT - CODE_AT, &first, 4);
-    memcpy(middle + BODY_AT - CODE_AT + 4, body, PART_BYTES);
+    middle[2] = (char)event.parts;
+    memcpy(middle + HANDLE_AT - CODE_AT, &event.handle, 4);
+    memcpy(middle + BODY_AT - CODE_AT, &event.first, 4);
+    memcpy(middle + BODY_AT - CODE_AT + 4, body, size);
     store_cell((char *)self->memory.buf + PAGE + cell % self->cells * CELL_BYTES, cell + 1, middle);
 }
+
+void write_long(RequestRing *self, int code, uint32_t handle, const char *body, size_t length)
+{
+    if (length <= END_AT - BODY_AT) {
+        char padded[END_AT - BODY_AT] = {0};
+        memcpy(padded, body, length);
+        write_cell(self, code, handle, padded);
+        return;
+    }
+    int parts = (int)((length + PART_BYTES - 1) / PART_BYTES);
+    uint64_t cell = self->next_cell;
+    self->next_cell = cell + parts;
+    LongEvent event = {code, parts, handle, (uint32_t)(cell + 1)};
+    for (int part = 0; part < parts; part++) {
+        size_t from = (size_t)part * PART_BYTES, rest = length - from;
+        store_part(self, cell + part, event, part, body + from, rest < PART_BYTES ? rest : PART_BYTES);
+    }
+}
+
+/* ── attributes ────────────────────────────────────────────────────────────────────────────────────────────── */
 
 /* Returns the UTF-8 of a text that JSON writes as it is (`codec._is_plain_text`); NULL for any other object. */
 static const char *find_plain_text(PyObject *text, Py_ssize_t *length)
 {
-    if (text == NULL || !PyUnicode_CheckExact(text)) return NULL;
-    const char *plain = PyUnicode_AsUTF8AndSize(text, length);
+    const char *plain = text != NULL && PyUnicode_CheckExact(text) ? PyUnicode_AsUTF8AndSize(text, length) : NULL;
     if (plain == NULL) { PyErr_Clear(); return NULL; }
     for (Py_ssize_t i = 0; i < *length; i++)
         if (plain[i] < ' ' || plain[i] > '~' || plain[i] == '"' || plain[i] == '\\') return NULL;
     return plain;
 }
 
-/* Writes an attribute with a plain text, as `codec.pack_text` and `RequestWriter._write_cells` do. Returns 0 if Python
- * code must write it. */
-static int write_attribute(RequestRing *self, int code, PyObject *handle, PyObject *event)
+static char *append(char *to, const char *text, Py_ssize_t length)
 {
-    char body[MAX_PARTS * PART_BYTES + END_AT - BODY_AT];
-    const char *key, *value;
+    memcpy(to, text, (size_t)length);
+    return to + length;
+}
+
+/* Appends a decimal number. Not by `snprintf`, whose code would have to be fetched for each request. */
+static char *append_number(char *to, int64_t number)
+{
+    char digits[20];
+    int at = sizeof digits;
+    uint64_t rest = number < 0 ? 0 - (uint64_t)number : (uint64_t)number;
+    do digits[--at] = (char)('0' + rest % 10);
+    while (rest /= 10);
+    if (number < 0) *to++ = '-';
+    return append(to, digits + at, (Py_ssize_t)sizeof digits - at);
+}
+
+int write_attribute(RequestRing *self, int code, uint32_t handle, int64_t at, PyObject *key, PyObject *value)
+{
+    enum { AROUND_TEXTS = 28 };  /* brackets, commas, quotes and the longest number */
+    char body[MAX_PARTS * PART_BYTES], *end = body;
     Py_ssize_t key_length, value_length;
+    const char *name = find_plain_text(key, &key_length), *text = find_plain_text(value, &value_length);
+    if (name == NULL || text == NULL || key_length + value_length > (Py_ssize_t)sizeof body - AROUND_TEXTS) return 0;
+    *end++ = '[';
+    end = append_number(end, at);
+    end = append(append(end, ",\"", 2), name, key_length);
+    end = append(append(end, "\",\"", 3), text, value_length);
+    end = append(end, "\"]", 2);
+    write_long(self, code, handle, body, (size_t)(end - body));
+    return 1;
+}
+
+/* Writes the event of an attribute. Returns 0 if Python code must write it. */
+static int write_attribute_set(RequestRing *self, int code, PyObject *handle, PyObject *event)
+{
     uint32_t owner;
     int size;
-    if (PyTuple_Size(event) != 3 || (key = find_plain_text(PyTuple_GetItem(event, 1), &key_length)) == NULL ||
-        (value = find_plain_text(PyTuple_GetItem(event, 2), &value_length)) == NULL ||
-        key_length + value_length > MAX_PARTS * PART_BYTES - ATTRIBUTE_OVERHEAD) return 0;
+    if (PyTuple_Size(event) != 3) return 0;
     long long at = PyLong_AsLongLong(PyTuple_GetItem(event, 0));
     if ((at == -1 && PyErr_Occurred()) || pack_number((char *)&owner, 'I', handle, &size)) { PyErr_Clear(); return 0; }
-    size = snprintf(body, sizeof body, "[%lld,\"%s\",\"%s\"]", at, key, value);
-    memset(body + size, 0, END_AT - BODY_AT);
-    if (size <= END_AT - BODY_AT) {
-        write_cell(self, code, owner, body);
-        return 1;
-    }
-    int parts = (size + PART_BYTES - 1) / PART_BYTES;
-    uint64_t cell = self->next_cell;
-    self->next_cell = cell + parts;
-    for (int part = 0; part < parts; part++)
-        store_part(self, cell + part, code, part, parts, owner, (uint32_t)(cell + 1), body + part * PART_BYTES);
-    return 1;
+    return write_attribute(self, code, owner, at, PyTuple_GetItem(event, 1), PyTuple_GetItem(event, 2));
 }
 
 static PyObject *write_event(RequestRing *self, PyObject *const *arguments, Py_ssize_t count)
@@ -169,7 +208,7 @@ static PyObject *write_event(RequestRing *self, PyObject *const *arguments, Py_s
     }
     const Layout *layout = (const Layout *)PyBytes_AsString(packed);
     if (layout->fields[0] == 'A') {
-        if (write_attribute(self, layout->code, arguments[0], arguments[1])) Py_RETURN_NONE;
+        if (write_attribute_set(self, layout->code, arguments[0], arguments[1])) Py_RETURN_NONE;
         return PyObject_CallFunctionObjArgs(self->write_long, arguments[0], arguments[1], NULL);
     }
     char middle[END_AT - CODE_AT] = {0};
@@ -253,9 +292,9 @@ static uint32_t store_arrival(RequestRing *self, const char *body)
         memcpy((char *)self->memory.buf + self->live_offset + slot * LIVE_BYTES, live, LIVE_BYTES);
         uint64_t cell = self->next_cell;
         self->next_cell = cell + 2;
-        int code = self->arrival_code;
-        store_part(self, cell, code, 0, 2, handle, (uint32_t)(cell + 1), body);
-        store_part(self, cell + 1, code, 1, 2, handle, (uint32_t)(cell + 1), body + PART_BYTES);
+        LongEvent arrival = {self->arrival_code, 2, handle, (uint32_t)(cell + 1)};
+        store_part(self, cell, arrival, 0, body, PART_BYTES);
+        store_part(self, cell + 1, arrival, 1, body + PART_BYTES, PART_BYTES);
     }
     if (!joined) ++*header_word(self, W_OFFERED);
     return handle;
@@ -683,7 +722,8 @@ static int fill_module(PyObject *module)
     }
     request_ring_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &request_ring_spec, NULL);
     return request_ring_type == NULL || PyModule_AddObjectRef(module, "RequestRing", (PyObject *)request_ring_type) || add_type(module, "StepRing", &step_ring_spec) ||
-           add_exchange_types(module) ? -1 : 0;
+           add_exchange_types(module) || add_hook_type(module) || add_transformers_types(module) ||
+           add_generation_types(module) ? -1 : 0;
 }
 
 static PyModuleDef_Slot module_slots[] = {{Py_mod_exec, fill_module}, {0, NULL}};

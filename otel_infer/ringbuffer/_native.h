@@ -48,8 +48,90 @@ void write_cell(RequestRing *ring, int code, uint32_t handle, const char *body);
 int intern_text(RequestRing *ring, PyObject *text, uint32_t *id);
 void free_slot(RequestRing *ring, uint32_t handle);
 
-/* The types of `instrumentation/asgi/_exchange.c`. */
+/* Writes an event of any length, at most 64 parts, in as many cells as it needs. */
+void write_long(RequestRing *ring, int code, uint32_t handle, const char *body, size_t length);
+/* Writes an attribute as `codec.pack_text` packs it. Returns 0 if a text is not plain: Python code must write it. */
+int write_attribute(RequestRing *ring, int code, uint32_t handle, int64_t at, PyObject *key, PyObject *value);
+
+/* ── types with references ─────────────────────────────────────────────────────────────────────────────────── */
+
+#define CLEAR(field) Py_CLEAR(self->field);
+#define VISIT(field) Py_VISIT(self->field);
+#define FIELD(Type, kind, name) {#name, kind, offsetof(Type, name), 0, NULL}
+
+/* Defines the three functions that a type with references needs. */
+#define DEFINE_REFERENCES(Type, EACH)                                                                                \
+    static int visit_##Type(Type *self, visitproc visit, void *arg)                                                  \
+    {                                                                                                                \
+        Py_VISIT(Py_TYPE((PyObject *)self));                                                                         \
+        EACH(VISIT)                                                                                                  \
+        return 0;                                                                                                    \
+    }                                                                                                                \
+    static int clear_##Type(Type *self)                                                                              \
+    {                                                                                                                \
+        EACH(CLEAR)                                                                                                  \
+        return 0;                                                                                                    \
+    }                                                                                                                \
+    static void free_##Type(Type *self)                                                                              \
+    {                                                                                                                \
+        PyTypeObject *type = Py_TYPE((PyObject *)self);                                                              \
+        PyObject_GC_UnTrack(self);                                                                                   \
+        clear_##Type(self);                                                                                          \
+        ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);                                                          \
+        Py_DECREF(type);                                                                                             \
+    }
+#define REFERENCE_SLOTS(Type)                                                                                        \
+    {Py_tp_dealloc, free_##Type}, {Py_tp_traverse, visit_##Type}, {Py_tp_clear, clear_##Type}
+
+static inline PyObject *take(PyObject *value)
+{
+    Py_XINCREF(value);
+    return value;
+}
+
+/* ── the request span's state (`instrumentation/asgi/_exchange.c`) ─────────────────────────────────────────── */
+
+typedef struct {
+    PyObject_HEAD
+    OpenedRequest opened;
+    struct PlainRequests *plain;  /* NULL: `identity` is set */
+    PyObject *ring, *identity, *around, *provider_spans, *owner, *on_token_reached, *engine_error;
+    long long handle, arrived_at, chunks, send_wait_ns, detokenize_ns;
+    char ended, has_server, inspect_next_chunk, responding, tokens_reached, first_token_sent, sends_directly;
+    char has_error_status;
+} RequestState;
+
+/* Returns the ring of a request that can be written; NULL if Python code must find out. */
+RequestRing *get_ring(RequestState *request);
+/* Records, once, that a token reached the part of the server that serves the client. Returns -1 after an exception. */
+int mark_token_reached(RequestState *request);
+
+/* ── hooks (`instrumentation/hooks/_compiled_hook.c`) ──────────────────────────────────────────────────────── */
+
+typedef struct CompiledHook {
+    PyObject_HEAD
+    PyObject *known, *original, *call_slowly, *hook, *bind, *details, *attributes, *references;
+    PyObject *(*call)(struct CompiledHook *self, PyObject *arguments, PyObject *named);
+} CompiledHook;
+typedef PyObject *(*HookCall)(CompiledHook *self, PyObject *arguments, PyObject *named);
+typedef struct {
+    const char *place;
+    HookCall call;
+} HookPlace;
+
+/* Returns whether the hook was neither removed nor disabled; never with an exception. */
+int is_alive(CompiledHook *self);
+/* Passes the exception of our own code to the hook, which disables it. Returns -1 if that raised one. */
+int report_failure(CompiledHook *self);
+/* Returns the result of the library's function, after our own code; `failed`: that code has set an exception. */
+PyObject *return_after(CompiledHook *self, PyObject *result, int failed);
+
+/* The places of the hooks, ended by one without a name, and the types of each source. */
+extern const HookPlace asgi_places[], transformers_places[], generation_places[];
 int add_exchange_types(PyObject *module);
+int add_hook_type(PyObject *module);
+int add_transformers_types(PyObject *module);
+int add_generation_types(PyObject *module);
 int add_type(PyObject *module, const char *name, PyType_Spec *spec);
 
 #endif

@@ -66,9 +66,7 @@ class Recorder:
         self._making_thread = 0
         self._is_loss_logged = False
         self.deferred_recorders: dict[str, Callable[[], None]] = {}
-        """Callbacks for events that could not be recorded when they happened. They run before a request ends
-        that the events may concern.
-        """
+        """Record events that could not be recorded when they happened, before a request ends that they concern."""
         os.register_at_fork(after_in_child=self.reset_after_fork)
 
     def start(
@@ -141,7 +139,7 @@ class Recorder:
             return 0
         try:
             if self.requests is not None and arrived.at - self.maintained_at > CHECK_NS:
-                self._run_maintenance(arrived.at)
+                self.run_maintenance(arrived.at)
             writer = self.requests or self._make_rings()
             return writer.open_request(arrived) if writer is not None else 0
         except Exception as error:  # the request continues unrecorded
@@ -150,7 +148,8 @@ class Recorder:
                 self.requests.count_not_recorded(arrived)
             return 0
 
-    def _run_maintenance(self, at: int) -> None:
+    def run_maintenance(self, at: int) -> None:
+        """Does what is due every `CHECK_NS`."""
         self.maintained_at = at
         self._ensure_reader()
         if at - self._repeated_at > REPEAT_NS:
@@ -160,11 +159,15 @@ class Recorder:
 
     def record(self, handle: int, event: Any) -> None:
         """Records an event of a request."""
+        if handle:
+            self._write_event(handle, event)
+
+    def _write_event(self, handle: int, event: Any) -> None:
         writer = self.requests
-        if writer is not None and handle:
+        if writer is not None:
             try:
                 writer.write_event(handle, event)
-            except Exception as error:  # the request continues unrecorded
+            except Exception as error:  # the request, or the process, continues unrecorded
                 self.report_lost_event(error)
 
     def close_request(self, handle: int, ended: events.RequestEnded | events.ExchangeEnded) -> None:
@@ -172,15 +175,17 @@ class Recorder:
         writer = self.requests
         if writer is not None and handle:
             if ended[0] >= self._deferred_due_at:
-                self._deferred_due_at = ended[0] + DEFERRED_NS
-                writer.defer_until(self._deferred_due_at)
-                self._run_deferred_recorders()
+                self.run_deferred_recorders(ended[0])
             try:
                 writer.close_request(handle, ended)
             except Exception as error:  # the request continues unrecorded
                 self.report_lost_event(error)
 
-    def _run_deferred_recorders(self) -> None:
+    def run_deferred_recorders(self, at: int) -> None:
+        """Calls the deferred recorders, which are due again `DEFERRED_NS` after `at`."""
+        self._deferred_due_at = at + DEFERRED_NS
+        if self.requests is not None:
+            self.requests.defer_until(self._deferred_due_at)
         for record_deferred in list(self.deferred_recorders.values()):
             try:
                 record_deferred()
@@ -197,12 +202,7 @@ class Recorder:
 
     def record_process(self, event: Any) -> None:
         """Records an event of this process, not of a request; does nothing where there are no rings."""
-        writer = self.requests
-        if writer is not None:
-            try:
-                writer.write_event(0, event)
-            except Exception as error:  # the process continues without the event
-                self.report_lost_event(error)
+        self._write_event(0, event)
 
     def record_startup(self, event: Any) -> None:
         """Records an event of the process start.

@@ -23,6 +23,8 @@ from otel_infer.tracing.user_mistakes import ignore_mistakes
 
 REQUEST_KEY = otel_context.create_key("otel_infer-request")
 _EMPTY_CONTEXT = Context()
+ID_KEYS = semconv.REQUEST_ID, semconv.RESPONSE_ID
+"""Attributes of the engine's id of a request, and of the id of its response."""
 MAX_SHORT_NAME = 30
 """Characters of a name whose UTF-8 fits the string table (126 bytes) in any script."""
 
@@ -94,6 +96,9 @@ class RequestSpan(RequestState, trace.Span):
     def _write_stage(self, at: int, name: str, started_at: int, items: int) -> None:
         self.record_event(events.make_tuple(events.StageEnded, (at, started_at, name, items)))
 
+    def _write_token_reached(self, at: int) -> None:
+        self.record_event(events.make_tuple(events.TokenReached, (at,)))
+
     def record_submitted(
         self, engine: str, sequences: int = 1, input_tokens: int = 0, max_tokens: int = 0
     ) -> None:
@@ -152,14 +157,6 @@ class RequestSpan(RequestState, trace.Span):
     def set_engine_error(self, error_type: str) -> None:
         """Sets the error type of an engine failure, for `close`. Empty: a later attempt did not fail."""
         self._engine_error = error_type and (self._engine_error or error_type)
-
-    def record_token_reached(self) -> None:
-        """Records, once, that a token reached the part of the server that serves the client."""
-        if not self.tokens_reached:
-            self.tokens_reached = self.inspect_next_chunk = True
-            self.record_event(events.make_tuple(events.TokenReached, (_clock.now(),)))
-            if self.on_token_reached is not None:
-                self.on_token_reached()
 
     def close(
         self,

@@ -1,6 +1,6 @@
 """Lets compiled code record the plain requests of uvicorn (`_exchange.c`), where it was built.
 
-    first request of a second ─▶ Python code ─▶ renew ─▶ the others of that second are recorded by compiled code
+    first request ─▶ Python code ─▶ renew ─▶ the others are recorded by compiled code, which renews once a second
 
 A request is plain if nothing beyond the standard case applies. What does not differ from request to request is
 checked here: the settings, the propagators, the provider, the sampler, and that the hooks on the connection work.
@@ -9,7 +9,6 @@ checked here: the settings, the propagators, the provider, the sampler, and that
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import MethodType
 from typing import Any, cast
 
 from opentelemetry.context import Context
@@ -19,15 +18,14 @@ from otel_infer.instrumentation.asgi import response_headers
 from otel_infer.instrumentation.asgi.entry_point import AsgiEntryPoint
 from otel_infer.instrumentation.asgi.exchange import OWNER, SCOPE_KEY, App, Exchange
 from otel_infer.instrumentation.asgi.parent_context import has_provider, reads_w3c_only
+from otel_infer.instrumentation.asgi.server_connection import can_follow
+from otel_infer.instrumentation.hooks.compiled_hook import compile_hook
 from otel_infer.instrumentation.hooks.probe import Hook
 from otel_infer.ringbuffer import events
 from otel_infer.ringbuffer.native import native
 from otel_infer.ringbuffer.recorder import CHECK_NS, recorder
 from otel_infer.tracing import caller, context, request_span
 from otel_infer.tracing.span_ids import LazySpanIds, RemoteParent
-
-APPLICATION, ROUTER, ROUTE, INCLUDED_ROUTE = range(4)
-"""Places of a hook, as numbered in `_exchange.c`."""
 
 
 def _make_identity(ids: tuple[bytes, bytes, bytes, bytes], flags: int, remote: RemoteParent) -> LazySpanIds:
@@ -57,9 +55,18 @@ def _make_plain_requests() -> Any:
         methods,
         OWNER,
         _make_identity,
+        recorder.run_deferred_recorders,
+        _renew_again,
         codes,
         events.OWN_SERVER_SPAN,
     )
+
+
+def _renew_again(connection: Any, at: int) -> None:
+    """Maintains the recorder, then lets further requests be plain, if they still are: with the first of a second."""
+    if recorder.requests is not None and recorder.active and can_follow(connection):
+        recorder.run_maintenance(at)
+        _renew(type(connection))
 
 
 _plain: Any = _make_plain_requests()
@@ -68,16 +75,19 @@ _plain: Any = _make_plain_requests()
 
 def renew_plain_requests(exchange: Exchange) -> None:
     """Lets requests like this one be recorded by compiled code, until the recorder is due for maintenance."""
+    if _plain is not None and exchange.is_followed and exchange.arrived_at > _plain.valid_until:
+        _renew(type(exchange.connection))
+
+
+def _renew(cycle_type: type) -> None:
     factory, writer = request_span.span_factory, recorder.requests
-    if _plain is None or not exchange.is_followed or exchange.arrived_at <= _plain.valid_until:
-        return
     if factory is None or factory.plain_sampler is None or writer is None or writer.compiled is None:
         return
     if response_headers.enabled or caller.caller_settings is not tenancy.NO_CALLER_SETTINGS:
         return
     if recorder.active and reads_w3c_only() and not has_provider():
         until = recorder.maintained_at + CHECK_NS
-        _plain.renew(writer.compiled, type(exchange.connection), until, *factory.plain_sampler)
+        _plain.renew(writer.compiled, cycle_type, until, *factory.plain_sampler)
 
 
 def invalidate_plain_requests() -> None:
@@ -99,12 +109,6 @@ def compile_entry_point(app: App, hook: Hook, entry_point: AsgiEntryPoint, call:
     return cast("App", compiled)
 
 
-def compile_hook(place: int, original: App, hook: Hook, call: Callable[..., Any]) -> Callable[..., Any]:
+def compile_asgi_hook(place: str, original: App, hook: Hook, call: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a compiled form of the hook `call`, which calls it for all that is not plain; or `call` itself."""
-    if _plain is None:
-        return call
-    compiled: Any = native.AsgiHook(_plain, place, original, call, hook, MethodType)
-    # Servers look there for the flag of a coroutine function.
-    for name in ("__code__", "__defaults__", "__kwdefaults__", "__globals__"):
-        setattr(compiled, name, getattr(call, name))
-    return cast("Callable[..., Any]", compiled)
+    return compile_hook(place, _plain, original, hook, call)

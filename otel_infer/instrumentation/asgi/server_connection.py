@@ -13,8 +13,10 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
 from otel_infer import _clock
+from otel_infer.instrumentation.hooks.compiled_hook import compile_hook
 from otel_infer.instrumentation.hooks.instrumentor import Instrumentor
 from otel_infer.instrumentation.hooks.probe import Hook, WrapperFactory
+from otel_infer.ringbuffer.native import native
 from otel_infer.tracing import start
 
 _HTTP = "uvicorn.protocols.http"
@@ -58,9 +60,7 @@ def follow_connection(cycle: Any, response: DirectResponse) -> bool:
 
     Returns False if the hooks on this server are not installed.
     """
-    module = type(cycle).__module__
-    hook, flow = _hooks.get(module), _hooks.get(FLOWS.get(module, ""))
-    if hook is None or flow is None or not (hook.alive and flow.alive):
+    if not can_follow(cycle):
         return False
     response.on_response = getattr(cycle, "on_response", None)
     if response.on_response is None:  # another release of uvicorn
@@ -68,6 +68,13 @@ def follow_connection(cycle: Any, response: DirectResponse) -> bool:
     # The reference cycle ends with the response.
     cycle.otel_infer_response, cycle.on_response = response, response.end_response
     return True
+
+
+def can_follow(cycle: Any) -> bool:
+    """Returns whether the hooks on the server of this uvicorn cycle are installed and work."""
+    module = type(cycle).__module__
+    hook, flow = _hooks.get(module), _hooks.get(FLOWS.get(module, ""))
+    return hook is not None and flow is not None and hook.alive and flow.alive
 
 
 def follow_stream(send: Callable[..., Any], response: DirectResponse) -> bool:
@@ -123,7 +130,7 @@ def _wrap_connection_lost(original: Callable[..., Any], hook: Hook) -> Callable[
                 hook.count_failure(exc)
         return original(self, *args, **kwargs)
 
-    return connection_lost
+    return compile_hook("lost connection", native, original, hook, connection_lost)
 
 
 def _wrap_send_closed(original: Callable[..., Awaitable[Any]], hook: Hook) -> Callable[..., Awaitable[Any]]:

@@ -24,6 +24,7 @@ from typing import Any
 
 from otel_infer import _clock
 from otel_infer.gpu.timing import UNTIMED
+from otel_infer.instrumentation.hooks.compiled_hook import compile_hook
 from otel_infer.instrumentation.hooks.engines import read_model_name
 from otel_infer.instrumentation.hooks.probe import Call, Hook
 from otel_infer.instrumentation.hooks.suppression import suppress_torch
@@ -38,6 +39,7 @@ from otel_infer.instrumentation.transformers._instrumentor import (
 from otel_infer.instrumentation.transformers.generation_arguments import get_setting, read_prompt_shape
 from otel_infer.instrumentation.transformers.generation_run import GenerationRun, thread_state
 from otel_infer.ringbuffer import events
+from otel_infer.ringbuffer.native import native
 from otel_infer.ringbuffer.recorder import recorder
 from otel_infer.tracing import start
 from otel_infer.tracing.context import detach
@@ -51,6 +53,8 @@ PIXEL_INPUTS = frozenset(("pixel_values", "pixel_values_images", "pixel_values_v
 """Names of the inputs of image and video encoders."""
 
 _get_packed = attrgetter("packed")
+_known = None if native is None else (thread_state, GenerationRun, UNTIMED)
+"""What compiled code knows about runs; None where it is not built."""
 
 
 @instrumentor.patch_hot_path(f"{_GENERATION}.generate", part="generate")
@@ -288,8 +292,9 @@ def wrap_has_unfinished_sequences(original: Callable[..., Any], hook: Hook) -> C
                 run.iterations += 1
                 run.tokens += 1
                 writer.write_single_tokens(run.step, at)
-                step = writer.write_unchanged(1, 0, 0, 1, 0, at)
-                run.step = step or writer.write_scheduled(run.members, running=1)
+                run.step = writer.write_unchanged(1, 0, 0, 1, 0, at)
+                if not run.step:
+                    run.begin_unchanged_step()
                 if at >= run.timing_due_at:
                     run.begin_timing(at, False)
             elif run.stepping:
@@ -298,4 +303,4 @@ def wrap_has_unfinished_sequences(original: Callable[..., Any], hook: Hook) -> C
             hook.mark_failed(exc)
         return result
 
-    return has_unfinished_sequences
+    return compile_hook("unfinished sequences", _known, original, hook, has_unfinished_sequences)

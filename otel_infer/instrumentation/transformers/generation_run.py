@@ -6,7 +6,7 @@ import os
 import threading
 from array import array
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from otel_infer import _clock
 from otel_infer.gpu.timed_work import StepWork
@@ -17,6 +17,7 @@ from otel_infer.instrumentation.transformers._instrumentor import CANCELLED, ENG
 from otel_infer.instrumentation.transformers.generation_arguments import tensor_shape
 from otel_infer.ringbuffer import events
 from otel_infer.ringbuffer.batch_writer import BatchWriter
+from otel_infer.ringbuffer.native import native
 from otel_infer.tracing import request_span
 from otel_infer.tracing.outcome import classify_exception
 
@@ -25,11 +26,34 @@ def on_device_timed() -> None:
     """Called where a device times steps; `generate` puts its function here, which installs another hook."""
 
 
-class GenerationRun:
+class PythonGenerationState:
+    """The fields of a run that each step reads or writes; compiled code does too, where it was built.
+
+    `has_plain_steps`: each step after the first delivers one token of one row. `stepping`: a loop runs, whose
+    steps are recorded. `writer`: None while steps are not recorded.
+    """
+
+    iterations: int
+    step: int
+    tokens: int
+    timing_due_at: int
+    writer: BatchWriter | None
+    timing_handle: Any
+    has_plain_steps: bool
+    stepping: bool
+
+
+if TYPE_CHECKING or native is None:
+    GenerationState = PythonGenerationState
+else:
+    GenerationState = native.GenerationState
+
+
+class GenerationRun(GenerationState):
     """One outermost `generate` call while it runs.
 
-    `has_plain_steps`: each step after the first delivers one token of one row. `prompt_tokens`: tokens per row, 0 = unknown. `prefill_tokens`: tokens that the first forward pass
-    computes, summed over all rows. `writer`: None while steps are not recorded.
+    `prompt_tokens`: tokens per row, 0 = unknown. `prefill_tokens`: tokens that the first forward pass computes,
+    summed over all rows.
     """
 
     def __init__(
@@ -46,7 +70,7 @@ class GenerationRun:
         self.accepted_tokens = 1
         self.pid = os.getpid()
         self.detokenize_sample, self.is_detokenizing_sampled = DetokenizeSample(), False
-        self.timing_handle: Any = UNTIMED
+        self.timing_handle = UNTIMED
         self.device: Any = None
         self.has_waited = False
         self.timing_due_at = 0
@@ -105,6 +129,11 @@ class GenerationRun:
             column = b"" if tokens == 1 else array("I", (tokens,)).tobytes()
             self.step = self.writer.write_scheduled(self.members, (), column, running=1)
             self.begin_timing(_clock.now(), self.iterations < 2)
+
+    def begin_unchanged_step(self) -> None:
+        """Records that a step of one token begins, with the whole batch."""
+        if self.writer is not None:
+            self.step = self.writer.write_scheduled(self.members, running=1)
 
     def begin_timing(self, at: int, always: bool) -> None:
         """Begins to time the step, if it is one of the sample."""

@@ -128,6 +128,9 @@ def test_checking_a_lock_does_not_block_its_acquisition(own: Path) -> None:
 
     def check_forever() -> None:
         if os.fork() == 0:
+            signal.signal(
+                signal.SIGALRM, signal.SIG_DFL
+            )  # not the handler of the test run, which may not end it
             signal.alarm(10)
             while True:
                 directory.is_held(path)

@@ -353,6 +353,26 @@ def test_other_requests_are_left_to_python_code(arena: MemoryArena, scope: dict[
     asyncio.run(serve())
 
 
+def test_compiled_code_renews_what_has_expired(arena: MemoryArena, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first request of a second is plain too, unless a setting has changed meanwhile."""
+
+    async def serve() -> None:
+        server = Server(arena, layers=False)
+        monkeypatch.setattr(plain_requests, "CHECK_NS", 0)
+        await server.warm_up()
+        maintained_at = recorder.maintained_at
+        with counted_begins() as begins:
+            for _ in range(3):
+                await server.serve(JSON)
+            assert begins == []
+            assert recorder.maintained_at > maintained_at
+            monkeypatch.setattr(server_connection._hooks[__name__], "alive", False)
+            await server.serve(JSON)
+            assert begins == [1]
+
+    asyncio.run(serve())
+
+
 def test_setting_that_changes_is_noticed(arena: MemoryArena, monkeypatch: pytest.MonkeyPatch) -> None:
     """A provider, or another propagator, is noticed with the next maintenance of the recorder; settings at once."""
 
@@ -540,7 +560,7 @@ def test_entry_point_shows_a_coroutine_function() -> None:
 
 def test_patched_call_copies_and_pickles_as_a_function() -> None:
     patched: Any = Starlette.__dict__["__call__"]
-    if not isinstance(patched, native.AsgiHook):
+    if not isinstance(patched, native.CompiledHook):
         patched = functools.wraps(Starlette.__call__)(
             asgi._patch_application(Starlette.__call__, Hook("layer"))
         )

@@ -1,0 +1,126 @@
+/* Records the plain steps of `generate`, as `generate.wrap_has_unfinished_sequences` does in Python, but as C. */
+#include "../../ringbuffer/_native.h"
+
+enum { LAUNCHED, RUN, SINGLE_TOKENS, UNCHANGED, WAITED, NAMES };
+static const char *const texts[NAMES] = {"mark_launched", "run", "write_single_tokens", "write_unchanged", "has_waited"};
+static PyObject *names[NAMES];
+
+/* The fields of a `GenerationRun` that each step reads or writes. */
+typedef struct {
+    PyObject_HEAD
+    long long iterations, step, tokens, timing_due_at;
+    PyObject *writer, *timing_handle;
+    char has_plain_steps, stepping;
+} GenerationState;
+
+#define EACH_OF_GENERATION(DO) DO(writer) DO(timing_handle)
+DEFINE_REFERENCES(GenerationState, EACH_OF_GENERATION)
+
+static PyMemberDef generation_members[] = {
+    FIELD(GenerationState, T_LONGLONG, iterations), FIELD(GenerationState, T_LONGLONG, step),
+    FIELD(GenerationState, T_LONGLONG, tokens), FIELD(GenerationState, T_LONGLONG, timing_due_at),
+    FIELD(GenerationState, T_OBJECT, writer), FIELD(GenerationState, T_OBJECT, timing_handle),
+    FIELD(GenerationState, T_BOOL, has_plain_steps), FIELD(GenerationState, T_BOOL, stepping), {NULL, 0, 0, 0, NULL}};
+static PyType_Slot generation_slots[] = {{Py_tp_new, PyType_GenericNew}, REFERENCE_SLOTS(GenerationState),
+                                         {Py_tp_members, generation_members}, {0, NULL}};
+static PyType_Spec generation_spec = {"otel_infer.ringbuffer._native.GenerationState", sizeof(GenerationState), 0,
+                                      Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_BASETYPE, generation_slots};
+
+/* Calls a method of the writer of steps. Returns the number that it returns, 0 for None, -1 after an exception. */
+static long long call_writer(GenerationState *run, int name, const long long *numbers, int count)
+{
+    PyObject *method = run->writer == NULL ? NULL : PyObject_GetAttr(run->writer, names[name]);
+    PyObject *arguments = method == NULL ? NULL : PyTuple_New(count);
+    for (int i = 0; i < count && arguments != NULL; i++) {
+        PyObject *number = PyLong_FromLongLong(numbers[i]);
+        if (number == NULL || PyTuple_SetItem(arguments, i, number)) Py_CLEAR(arguments);
+    }
+    PyObject *made = arguments == NULL ? NULL : PyObject_Call(method, arguments, NULL);
+    long long number = made == NULL ? -1 : made == Py_None ? 0 : PyLong_AsLongLong(made);
+    Py_XDECREF(method);
+    Py_XDECREF(arguments);
+    Py_XDECREF(made);
+    return number;
+}
+
+/* Ends a step of one token and begins the next. Returns -1 after an exception. */
+static int go_on(GenerationState *run)
+{
+    int64_t at = read_clock();
+    const long long ended[] = {run->step, at}, begun[] = {1, 0, 0, 1, 0, at};
+    run->iterations++;
+    run->tokens++;
+    if (call_writer(run, SINGLE_TOKENS, ended, 2) < 0) return -1;
+    long long step = call_writer(run, UNCHANGED, begun, 6);
+    if (step < 0) return -1;
+    PyObject *done = take(Py_None);
+    if (step) run->step = step;
+    else {
+        Py_DECREF(done);
+        done = PyObject_CallMethod((PyObject *)run, "begin_unchanged_step", NULL);
+    }
+    if (done != NULL && at >= run->timing_due_at) {
+        Py_DECREF(done);
+        done = PyObject_CallMethod((PyObject *)run, "begin_timing", "LO", (long long)at, Py_False);
+    }
+    Py_XDECREF(done);
+    return done == NULL ? -1 : 0;
+}
+
+/* Records what the library's function returned. Returns -1 after an exception. */
+static int record_check(GenerationState *run, PyObject *result)
+{
+    int goes_on = PyObject_IsTrue(result);
+    if (goes_on < 0) return -1;
+    if (goes_on) return go_on(run);
+    if (!run->stepping) return 0;
+    PyObject *done = PyObject_CallMethod((PyObject *)run, "advance_iteration", "O", Py_False);
+    Py_XDECREF(done);
+    return done == NULL ? -1 : 0;
+}
+
+/* Ends the launch of a step that is timed. Returns -1 after an exception. */
+static int end_launch(GenerationState *run)
+{
+    PyObject *mark = PyObject_GetAttr((PyObject *)run, names[LAUNCHED]);
+    PyObject *waited = mark == NULL ? NULL : PyObject_GetAttr((PyObject *)run, names[WAITED]);
+    PyObject *done = waited == NULL ? NULL : PyObject_CallFunctionObjArgs(mark, waited, NULL);
+    Py_XDECREF(mark);
+    Py_XDECREF(waited);
+    Py_XDECREF(done);
+    return done == NULL ? -1 : 0;
+}
+
+/* `known`: the state of the threads, the type of their runs, and the handle of a step that is not timed. */
+static PyObject *check_unfinished(CompiledHook *self, PyObject *arguments, PyObject *named)
+{
+    PyObject *found = PyObject_GetAttr(PyTuple_GetItem(self->known, 0), names[RUN]);
+    PyErr_Clear();
+    if (found == Py_None) {
+        Py_DECREF(found);
+        return PyObject_Call(self->original, arguments, named);
+    }
+    int is_run = found != NULL && (PyObject *)Py_TYPE(found) == PyTuple_GetItem(self->known, 1);
+    GenerationState *run = is_run ? (GenerationState *)found : NULL;
+    int is_plain = is_run && run->has_plain_steps && run->iterations > 1 && is_alive(self);
+    int is_timed = is_plain && run->timing_handle != PyTuple_GetItem(self->known, 2);
+    PyObject *result = NULL;
+    if (!is_plain) result = PyObject_Call(self->call_slowly, arguments, named);
+    else if (!is_timed || !end_launch(run) || !report_failure(self)) {
+        result = PyObject_Call(self->original, arguments, named);
+        if (result != NULL) result = return_after(self, result, record_check(run, result));
+    }
+    Py_XDECREF(found);
+    return result;
+}
+
+const HookPlace generation_places[] = {{"unfinished sequences", check_unfinished}, {NULL, NULL}};
+
+int add_generation_types(PyObject *module)
+{
+    for (int i = 0; i < NAMES; i++) {
+        names[i] = PyUnicode_InternFromString(texts[i]);
+        if (names[i] == NULL) return -1;
+    }
+    return add_type(module, "GenerationState", &generation_spec);
+}
