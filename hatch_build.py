@@ -15,7 +15,13 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-SOURCES = "otel_infer/ringbuffer/_native.c", "otel_infer/instrumentation/asgi/_exchange.c"
+SOURCES = (
+    "otel_infer/ringbuffer/_native.c",
+    "otel_infer/instrumentation/asgi/_exchange.c",
+    "otel_infer/instrumentation/asgi/_event_loop_lag.c",
+    "otel_infer/instrumentation/hooks/_hooked.c",
+    "otel_infer/instrumentation/torch/_forward.c",
+)
 MODULE = "otel_infer/ringbuffer/_native.abi3.so"
 
 

@@ -155,6 +155,11 @@ static uint64_t *header_word(RequestRing *self, int word)
     return (uint64_t *)self->memory.buf + word;
 }
 
+uint64_t count_offered(RequestRing *ring)
+{
+    return *header_word(ring, W_OFFERED);
+}
+
 /* Returns the handle of a free slot; 0 if there is none. The oldest is used first, so that generations repeat late. */
 static uint32_t take_slot(RequestRing *self)
 {
@@ -304,12 +309,27 @@ static int find_parent(PyObject *headers, char *parent)
     return found;
 }
 
+enum { SAMPLED = 1, REMOTE_PARENT = 2 };  /* `events.SAMPLED`, `events.REMOTE_PARENT` */
+
+/* Writes the arrival of a request whose other ids and names are in `body`. */
+static void store_opened(RequestRing *self, char *body, int64_t at, uint16_t flags, OpenedRequest *opened)
+{
+    struct timespec wall;
+    fill_random_id(self, body + 32);
+    clock_gettime(CLOCK_REALTIME, &wall);
+    int64_t wall_at = (int64_t)wall.tv_sec * 1000000000 + wall.tv_nsec - read_clock() + at;
+    memcpy(body, &at, 8);
+    memcpy(body + 8, &wall_at, 8);
+    memcpy(body + FLAGS_AT, &flags, 2);
+    memcpy(opened->trace, body + 16, 40);
+    opened->flags = flags;
+    opened->handle = store_arrival(self, body);
+}
+
 int open_by_headers(RequestRing *self, PyObject *headers, PyObject *name, int64_t at, uint16_t flags,
                     int root_sampled, int follows_parent, OpenedRequest *opened)
 {
-    enum { SAMPLED = 1, REMOTE_PARENT = 2 };  /* `events.SAMPLED`, `events.REMOTE_PARENT` */
     char body[2 * PART_BYTES] = {0};
-    struct timespec wall;
     int size, found = PyList_Check(headers) ? find_parent(headers, opened->remote) : NOT_PLAIN;
     if (found == NOT_PLAIN) return 1;
     if (pack_text(self, body + FLAGS_AT + 8, 'T', name, &size)) return -1;
@@ -323,17 +343,21 @@ int open_by_headers(RequestRing *self, PyObject *headers, PyObject *name, int64_
         fill_random_id(self, body + 16);
         fill_random_id(self, body + 24);
     }
-    if (root_sampled) flags |= SAMPLED;
-    fill_random_id(self, body + 32);
     fill_random_id(self, body + 48);
-    clock_gettime(CLOCK_REALTIME, &wall);
-    int64_t wall_at = (int64_t)wall.tv_sec * 1000000000 + wall.tv_nsec - read_clock() + at;
-    memcpy(body, &at, 8);
-    memcpy(body + 8, &wall_at, 8);
-    memcpy(body + FLAGS_AT, &flags, 2);
-    memcpy(opened->trace, body + 16, 40);
-    opened->flags = flags;
-    opened->handle = store_arrival(self, body);
+    store_opened(self, body, at, root_sampled ? flags | SAMPLED : flags, opened);
+    return 0;
+}
+
+int open_root(RequestRing *self, PyObject *const *names, int64_t at, uint16_t flags, int root_sampled,
+              OpenedRequest *opened)
+{
+    char body[2 * PART_BYTES] = {0};
+    int size;
+    for (int i = 0; i < 4; i++)
+        if (pack_text(self, body + FLAGS_AT + 2 + 2 * i, 'T', names[i], &size)) return -1;
+    fill_random_id(self, body + 16);
+    fill_random_id(self, body + 24);
+    store_opened(self, body, at, root_sampled ? flags | SAMPLED : flags, opened);
     return 0;
 }
 
@@ -635,7 +659,7 @@ static int fill_module(PyObject *module)
     }
     request_ring_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &request_ring_spec, NULL);
     return request_ring_type == NULL || PyModule_AddObjectRef(module, "RequestRing", (PyObject *)request_ring_type) || add_type(module, "StepRing", &step_ring_spec) ||
-           add_exchange_types(module) ? -1 : 0;
+           add_exchange_types(module) || add_forward_types(module) || add_hooked_type(module) || add_lag_type(module) ? -1 : 0;
 }
 
 static PyModuleDef_Slot module_slots[] = {{Py_mod_exec, fill_module}, {0, NULL}};

@@ -36,6 +36,70 @@ typedef struct {
     uint32_t handle;
 } OpenedRequest;
 
+/* ── objects with references ─────────────────────────────────────────────────────────────────────────────────── */
+
+#define CLEAR(field) Py_CLEAR(self->field);
+#define VISIT(field) Py_VISIT(self->field);
+#define FIELD(Type, kind, name) {#name, kind, offsetof(Type, name), 0, NULL}
+
+/* Defines the three functions that a type with references needs. */
+#define DEFINE_REFERENCES(Type, EACH)                                                                                \
+    static int visit_##Type(Type *self, visitproc visit, void *arg)                                                  \
+    {                                                                                                                \
+        Py_VISIT(Py_TYPE((PyObject *)self));                                                                         \
+        EACH(VISIT)                                                                                                  \
+        return 0;                                                                                                    \
+    }                                                                                                                \
+    static int clear_##Type(Type *self)                                                                              \
+    {                                                                                                                \
+        EACH(CLEAR)                                                                                                  \
+        return 0;                                                                                                    \
+    }                                                                                                                \
+    static void free_##Type(Type *self)                                                                              \
+    {                                                                                                                \
+        PyTypeObject *type = Py_TYPE((PyObject *)self);                                                              \
+        PyObject_GC_UnTrack(self);                                                                                   \
+        clear_##Type(self);                                                                                          \
+        ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);                                                          \
+        Py_DECREF(type);                                                                                             \
+    }
+#define REFERENCE_SLOTS(Type)                                                                                        \
+    {Py_tp_dealloc, free_##Type}, {Py_tp_traverse, visit_##Type}, {Py_tp_clear, clear_##Type}
+
+static inline PyObject *take(PyObject *value)
+{
+    Py_XINCREF(value);
+    return value;
+}
+
+static inline void *allocate(PyTypeObject *type)
+{
+    return ((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
+}
+
+/* ── requests ────────────────────────────────────────────────────────────────────────────────────────────────── */
+
+/* The fields of a request span (`tracing/request_state.py`). */
+typedef struct {
+    PyObject_HEAD
+    OpenedRequest opened;
+    PyObject *make_identity;  /* NULL: `identity` is set */
+    PyObject *ring, *identity, *around, *provider_spans, *owner, *on_token_reached, *engine_error;
+    PyObject *operation_names;  /* operation, provider and model, as recorded last; NULL = none */
+    long long handle, arrived_at, chunks, send_wait_ns, detokenize_ns;
+    char ended, has_server, inspect_next_chunk, responding, tokens_reached, first_token_sent, sends_directly;
+    char has_error_status, is_named, has_forward_name, tokenizing;
+} RequestState;
+
+/* Writes the end of a stage. Returns whether that is done; if not, without an exception, Python code must. */
+int write_stage(RequestState *self, int64_t at, PyObject *name, int64_t started_at, int64_t items);
+
+/* Writes operation, provider and model (a tuple of three texts), unless they are unchanged. Returns as above. */
+int write_operation(RequestState *self, PyObject *names);
+
+/* Writes the end of a request that succeeded, and frees its slot. Returns as above. */
+int close_succeeded(RequestState *self, int64_t at, PyObject *no_text, PyObject *empty_context);
+
 int64_t read_clock(void);
 int is_ring(PyObject *object);
 
@@ -43,13 +107,34 @@ int is_ring(PyObject *object);
 int open_by_headers(RequestRing *ring, PyObject *headers, PyObject *name, int64_t at, uint16_t flags,
                     int root_sampled, int follows_parent, OpenedRequest *opened);
 
+/* Opens a request of a new trace. `names`: operation, provider, model and name of its span. Returns 0; -1 after an
+ * exception. */
+int open_root(RequestRing *ring, PyObject *const *names, int64_t at, uint16_t flags, int root_sampled,
+              OpenedRequest *opened);
+
 /* Writes an event of one cell; `body` has 40 bytes. */
 void write_cell(RequestRing *ring, int code, uint32_t handle, const char *body);
 int intern_text(RequestRing *ring, PyObject *text, uint32_t *id);
 void free_slot(RequestRing *ring, uint32_t handle);
+uint64_t count_offered(RequestRing *ring);
 
-/* The types of `instrumentation/asgi/_exchange.c`. */
+/* ── hooks ───────────────────────────────────────────────────────────────────────────────────────────────────── */
+
+/* Takes the exception that is being raised, with its traceback; `drop_exception` or `PyErr_Restore` ends that. */
+void fetch_exception(PyObject **type, PyObject **exc, PyObject **traceback);
+void drop_exception(PyObject *type, PyObject *exc, PyObject *traceback);
+
+/* Disables a hook for the exception that is being raised. Afterwards one is set only if it is a signal handler's. */
+void mark_hook_failed(PyObject *hook);
+
+/* Returns whether a call or a look-up gave exactly this value. Takes the reference to `value`, which may be NULL. */
+int is_exactly(PyObject *value, PyObject *wanted);
+
+/* The types of `instrumentation/asgi/_exchange.c` and `_event_loop_lag.c`, `torch/_forward.c` and `hooks/_hooked.c`. */
 int add_exchange_types(PyObject *module);
+int add_lag_type(PyObject *module);
+int add_forward_types(PyObject *module);
+int add_hooked_type(PyObject *module);
 int add_type(PyObject *module, const char *name, PyType_Spec *spec);
 
 #endif

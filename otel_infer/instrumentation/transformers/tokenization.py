@@ -12,6 +12,7 @@ from types import MethodType
 from typing import Any
 
 from otel_infer import _clock
+from otel_infer.instrumentation.hooks.hooked_function import compile_tokenizing
 from otel_infer.instrumentation.hooks.probe import Hook
 from otel_infer.instrumentation.transformers._instrumentor import instrumentor
 from otel_infer.instrumentation.transformers.generation_run import thread_state
@@ -55,7 +56,7 @@ def _wrap_tokenize(original: Callable[..., Any], hook: Hook) -> Callable[..., An
             hook.mark_failed(exc)
         return result
 
-    return tokenize_input
+    return compile_tokenizing(original, hook, tokenize_input, tokenizer_call, _token_count)
 
 
 def _wrap_decode(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
@@ -86,8 +87,10 @@ def _token_count(result: Any) -> int:
     named = getattr(result, "data", None)  # of a `BatchEncoding`, whose own methods would be three calls
     named = named if type(named) is dict else result
     ids = named["input_ids"] if hasattr(named, "keys") and "input_ids" in named else result
+    if hasattr(ids, "numel"):
+        return int(ids.numel())
     if hasattr(ids, "shape"):
-        return int(ids.numel()) if hasattr(ids, "numel") else int(ids.size)
+        return int(ids.size)
     if isinstance(ids, list):
         return sum(len(row) for row in ids) if ids and isinstance(ids[0], list) else len(ids)
     return 0
