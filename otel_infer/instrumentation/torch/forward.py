@@ -145,7 +145,9 @@ def _end_forward(
         request.close(*classify_exception(failure))
 
 
-def _end_failed(request: request_span.RequestSpan, started_at: int, token: Any, failure: BaseException) -> None:
+def _end_failed(
+    request: request_span.RequestSpan, started_at: int, token: Any, failure: BaseException
+) -> None:
     """Ends a call that compiled code began, and that raised."""
     _end_forward(request, started_at, token, UNTIMED, failure, events.RAISED)
 
