@@ -19,8 +19,10 @@ SOURCES = (
     "otel_infer/ringbuffer/_native.c",
     "otel_infer/instrumentation/asgi/_exchange.c",
     "otel_infer/instrumentation/asgi/_event_loop_lag.c",
-    "otel_infer/instrumentation/hooks/_hooked.c",
+    "otel_infer/instrumentation/hooks/_context_hooks.c",
     "otel_infer/instrumentation/torch/_forward.c",
+    "otel_infer/instrumentation/hooks/_compiled_hook.c",
+    "otel_infer/instrumentation/transformers/_requests.c",
 )
 MODULE = "otel_infer/ringbuffer/_native.abi3.so"
 

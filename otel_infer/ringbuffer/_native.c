@@ -181,16 +181,40 @@ void free_slot(RequestRing *self, uint32_t handle)
     self->in_flight--;
 }
 
-static void store_part(RequestRing *self, uint64_t cell, int part, uint32_t handle, uint32_t first, const char *body)
+/* An event in several cells; a part may be shorter than `PART_BYTES`. */
+typedef struct {
+    int code, parts;
+    uint32_t handle, first;
+} LongEvent;
+
+static void store_part(RequestRing *self, uint64_t cell, LongEvent event, int part, const char *body, size_t size)
 {
     char middle[END_AT - CODE_AT] = {0};
-    middle[0] = (char)self->arrival_code;
+    middle[0] = (char)event.code;
     middle[1] = (char)part;
-    middle[2] = 2;
-    memcpy(middle + HANDLE_AT - CODE_AT, &handle, 4);
-    memcpy(middle + BODY_AT - CODE_AT, &first, 4);
-    memcpy(middle + BODY_AT - CODE_AT + 4, body, PART_BYTES);
+    middle[2] = (char)event.parts;
+    memcpy(middle + HANDLE_AT - CODE_AT, &event.handle, 4);
+    memcpy(middle + BODY_AT - CODE_AT, &event.first, 4);
+    memcpy(middle + BODY_AT - CODE_AT + 4, body, size);
     store_cell((char *)self->memory.buf + PAGE + cell % self->cells * CELL_BYTES, cell + 1, middle);
+}
+
+void write_long(RequestRing *self, int code, uint32_t handle, const char *body, size_t length)
+{
+    if (length <= END_AT - BODY_AT) {
+        char padded[END_AT - BODY_AT] = {0};
+        memcpy(padded, body, length);
+        write_cell(self, code, handle, padded);
+        return;
+    }
+    int parts = (int)((length + PART_BYTES - 1) / PART_BYTES);
+    uint64_t cell = self->next_cell;
+    self->next_cell = cell + parts;
+    LongEvent event = {code, parts, handle, (uint32_t)(cell + 1)};
+    for (int part = 0; part < parts; part++) {
+        size_t from = (size_t)part * PART_BYTES, rest = length - from;
+        store_part(self, cell + part, event, part, body + from, rest < PART_BYTES ? rest : PART_BYTES);
+    }
 }
 
 /* Writes the live slot and the two cells of an arrival, then counts the request as offered. Returns its handle. */
@@ -211,8 +235,9 @@ static uint32_t store_arrival(RequestRing *self, const char *body)
         memcpy((char *)self->memory.buf + self->live_offset + slot * LIVE_BYTES, live, LIVE_BYTES);
         uint64_t cell = self->next_cell;
         self->next_cell = cell + 2;
-        store_part(self, cell, 0, handle, (uint32_t)(cell + 1), body);
-        store_part(self, cell + 1, 1, handle, (uint32_t)(cell + 1), body + PART_BYTES);
+        LongEvent arrival = {self->arrival_code, 2, handle, (uint32_t)(cell + 1)};
+        store_part(self, cell, arrival, 0, body, PART_BYTES);
+        store_part(self, cell + 1, arrival, 1, body + PART_BYTES, PART_BYTES);
     }
     if (!joined) ++*header_word(self, W_OFFERED);
     return handle;
@@ -659,7 +684,8 @@ static int fill_module(PyObject *module)
     }
     request_ring_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &request_ring_spec, NULL);
     return request_ring_type == NULL || PyModule_AddObjectRef(module, "RequestRing", (PyObject *)request_ring_type) || add_type(module, "StepRing", &step_ring_spec) ||
-           add_exchange_types(module) || add_forward_types(module) || add_hooked_type(module) || add_lag_type(module) ? -1 : 0;
+           add_exchange_types(module) || add_hook_type(module) || add_transformers_types(module) ||
+           add_forward_types(module) || add_hook_names() || add_lag_type(module) ? -1 : 0;
 }
 
 static PyModuleDef_Slot module_slots[] = {{Py_mod_exec, fill_module}, {0, NULL}};

@@ -118,7 +118,30 @@ int intern_text(RequestRing *ring, PyObject *text, uint32_t *id);
 void free_slot(RequestRing *ring, uint32_t handle);
 uint64_t count_offered(RequestRing *ring);
 
-/* ── hooks ───────────────────────────────────────────────────────────────────────────────────────────────────── */
+/* Writes an event of any length, at most `MAX_LONG_BYTES`, in as many cells as it needs. */
+enum { MAX_LONG_BYTES = 512 };
+void write_long(RequestRing *ring, int code, uint32_t handle, const char *body, size_t length);
+
+/* Returns the ring of a request that can be written; NULL if Python code must find out. */
+RequestRing *get_ring(RequestState *request);
+/* Records, once, that a token reached the part of the server that serves the client. Returns -1 after an exception. */
+int mark_token_reached(RequestState *request);
+
+/* ── hooks (`instrumentation/hooks/_compiled_hook.c`) ──────────────────────────────────────────────────────── */
+
+typedef struct CompiledHook {
+    PyObject_HEAD
+    PyObject *known, *original, *call_slowly, *hook, *bind, *details, *attributes, *references;
+    PyObject *(*call)(struct CompiledHook *self, PyObject *arguments, PyObject *named);
+} CompiledHook;
+typedef PyObject *(*HookCall)(CompiledHook *self, PyObject *arguments, PyObject *named);
+typedef struct {
+    const char *place;
+    HookCall call;
+} HookPlace;
+
+/* Returns whether the hook was neither removed nor disabled; never with an exception. */
+int is_alive(CompiledHook *self);
 
 /* Takes the exception that is being raised, with its traceback; `drop_exception` or `PyErr_Restore` ends that. */
 void fetch_exception(PyObject **type, PyObject **exc, PyObject **traceback);
@@ -130,11 +153,14 @@ void mark_hook_failed(PyObject *hook);
 /* Returns whether a call or a look-up gave exactly this value. Takes the reference to `value`, which may be NULL. */
 int is_exactly(PyObject *value, PyObject *wanted);
 
-/* The types of `instrumentation/asgi/_exchange.c` and `_event_loop_lag.c`, `torch/_forward.c` and `hooks/_hooked.c`. */
+/* The places of the hooks, ended by one without a name, and the types of each source. */
+extern const HookPlace asgi_places[], transformers_places[], context_places[];
 int add_exchange_types(PyObject *module);
+int add_hook_type(PyObject *module);
+int add_transformers_types(PyObject *module);
 int add_lag_type(PyObject *module);
 int add_forward_types(PyObject *module);
-int add_hooked_type(PyObject *module);
+int add_hook_names(void);
 int add_type(PyObject *module, const char *name, PyType_Spec *spec);
 
 #endif

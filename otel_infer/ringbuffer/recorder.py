@@ -172,15 +172,17 @@ class Recorder:
         writer = self.requests
         if writer is not None and handle:
             if ended[0] >= self._deferred_due_at:
-                self._deferred_due_at = ended[0] + DEFERRED_NS
-                writer.defer_until(self._deferred_due_at)
-                self._run_deferred_recorders()
+                self.run_deferred_recorders(ended[0])
             try:
                 writer.close_request(handle, ended)
             except Exception as error:  # the request continues unrecorded
                 self.report_lost_event(error)
 
-    def _run_deferred_recorders(self) -> None:
+    def run_deferred_recorders(self, at: int) -> None:
+        """Calls the deferred recorders, which are due again `DEFERRED_NS` after `at`."""
+        self._deferred_due_at = at + DEFERRED_NS
+        if self.requests is not None:
+            self.requests.defer_until(self._deferred_due_at)
         for record_deferred in list(self.deferred_recorders.values()):
             try:
                 record_deferred()

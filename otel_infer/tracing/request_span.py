@@ -85,6 +85,9 @@ class RequestSpan(RequestState, trace.Span):
     def _write_stage(self, at: int, name: str, started_at: int, items: int) -> None:
         self.record_event(events.make_tuple(events.StageEnded, (at, started_at, name, items)))
 
+    def _write_token_reached(self, at: int) -> None:
+        self.record_event(events.make_tuple(events.TokenReached, (at,)))
+
     def record_submitted(
         self, engine: str, sequences: int = 1, input_tokens: int = 0, max_tokens: int = 0
     ) -> None:
@@ -145,14 +148,6 @@ class RequestSpan(RequestState, trace.Span):
     def set_engine_error(self, error_type: str) -> None:
         """Sets the error type of an engine failure, for `close`. Empty: a later attempt did not fail."""
         self._engine_error = error_type and (self._engine_error or error_type)
-
-    def record_token_reached(self) -> None:
-        """Records, once, that a token reached the part of the server that serves the client."""
-        if not self.tokens_reached:
-            self.tokens_reached = self.inspect_next_chunk = True
-            self.record_event(events.make_tuple(events.TokenReached, (_clock.now(),)))
-            if self.on_token_reached is not None:
-                self.on_token_reached()
 
     def close(
         self,

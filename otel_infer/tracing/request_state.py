@@ -47,6 +47,17 @@ class PythonRequestState:
         """Records that a stage ended now. `items`: how many it processed; 0 = unknown, or `events.RAISED`."""
         self._write_stage(_clock.now(), name, started_at, items)
 
+    def record_token_reached(self) -> None:
+        """Records, once, that a token reached the part of the server that serves the client."""
+        if not self.tokens_reached:
+            self.tokens_reached = self.inspect_next_chunk = True
+            self._write_token_reached(_clock.now())
+            if self.on_token_reached is not None:
+                self.on_token_reached()
+
+    def _write_token_reached(self, at: int) -> None:
+        raise NotImplementedError
+
     def _write_stage(self, at: int, name: str, started_at: int, items: int) -> None:
         raise NotImplementedError
 

@@ -37,12 +37,8 @@ from otel_infer.instrumentation.asgi.parent_context import (
     is_remote_parent_in_other_trace,
 )
 from otel_infer.instrumentation.asgi.plain_requests import (
-    APPLICATION,
-    INCLUDED_ROUTE,
-    ROUTE,
-    ROUTER,
+    compile_asgi_hook,
     compile_entry_point,
-    compile_hook,
     invalidate_plain_requests,
     renew_plain_requests,
 )
@@ -215,7 +211,7 @@ def _patch_application(original: App, hook: Hook) -> App:
             if tokens:
                 detach_all(tokens)
 
-    return compile_hook(APPLICATION, original, hook, call_application)
+    return compile_asgi_hook("application", original, hook, call_application)
 
 
 @instrumentor.patch_hot_path("starlette.routing:Router.__call__", reads=ASGI_PARAMETERS, part="starlette")
@@ -234,7 +230,7 @@ def _patch_router(original: App, hook: Hook) -> App:
             if tokens:
                 detach_all(tokens)
 
-    return compile_hook(ROUTER, original, hook, call_router)
+    return compile_asgi_hook("router", original, hook, call_router)
 
 
 def _patch_route(original: App, hook: Hook) -> App:
@@ -246,7 +242,7 @@ def _patch_route(original: App, hook: Hook) -> App:
             exchange.route = self
         return original(self, scope, receive, send)
 
-    return compile_hook(ROUTE, original, hook, handle_route)
+    return compile_asgi_hook("route", original, hook, handle_route)
 
 
 def _patch_included_route(original: App, hook: Hook) -> App:
@@ -265,7 +261,7 @@ def _patch_included_route(original: App, hook: Hook) -> App:
                 hook.count_failure(exc)
         return original(self, scope, receive, send)
 
-    return compile_hook(INCLUDED_ROUTE, original, hook, handle_route)
+    return compile_asgi_hook("included route", original, hook, handle_route)
 
 
 def _patch_mount(original: App, hook: Hook) -> App:

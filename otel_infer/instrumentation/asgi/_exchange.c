@@ -1,7 +1,7 @@
 /* Records plain HTTP requests of uvicorn, as `exchange.Exchange` and its callers do in Python, but as C.
  *
  *     EntryPoint ─▶ ExchangeRun (what the server awaits) ─▶ Exchange (the application's `send`)
- *                   AsgiHook on the way in: in place of an application, a router or a route
+ *                   CompiledHook on the way in: in place of an application, a router or a route
  *
  * A request is plain if nothing beyond the standard case applies: a method that infers, headers that hold a lone
  * `traceparent` or none, no other instrumentation, and a connection whose hooks are known to work. `PlainRequests`
@@ -12,12 +12,12 @@
 #include "../../ringbuffer/_native.h"
 
 enum {
-    ALIVE, BODY, BODY_KIND, CLOSE, DISCONNECTED, EFFECTIVE, END, END_RESPONSE, FASTAPI, HEADERS, HTTP, INSPECT, LAST_BYTE,
+    ALIVE, BODY, BODY_KIND, CLOSE, COMPLETE, CYCLE, DISCONNECTED, EFFECTIVE, END, END_RESPONSE, FASTAPI, HEADERS, HTTP, INSPECT, LAST_BYTE,
     METHOD, MORE_BODY, ON_RESPONSE, ORIGINAL, PATH_FORMAT, RESPONSE, ROOT_PATH, ROUTE_ERROR, SCHEME, SELF,
     SEND_AND_FOLLOW, SEND_AND_RECORD, START_KIND, STATUS, THROW, TYPE, NAMES
 };
 static const char *const texts[NAMES] = {
-    "alive", "body", "http.response.body", "close", "disconnected", "effective_route_context", "end", "end_response",
+    "alive", "body", "http.response.body", "close", "response_complete", "cycle", "disconnected", "effective_route_context", "end", "end_response",
     "fastapi", "headers", "http", "inspect_next_chunk", "record_last_byte", "method", "more_body", "on_response",
     "original_route", "path_format", "otel_infer_response", "root_path", "record_route_error", "scheme", "__self__",
     "send_and_follow", "send_and_record", "http.response.start", "status", "throw", "type"};
@@ -25,7 +25,7 @@ static PyObject *names[NAMES];
 
 /* ── what plain requests depend on ─────────────────────────────────────────────────────────────────────────── */
 
-typedef struct {
+typedef struct PlainRequests {
     PyObject_HEAD
     RequestRing *ring;
     long long valid_until;
@@ -33,24 +33,25 @@ typedef struct {
     char root_sampled, follows_parent;
     PyTypeObject *exchange_type, *request_type, *context_type;
     PyObject *cycle_type, *methods, *scope_key, *request_key, *span_key, *variable_get, *variable_set, *variable_reset;
-    PyObject *owner, *make_identity, *no_tokens, *empty_context, *no_text;
+    PyObject *owner, *make_identity, *run_deferred, *no_tokens, *empty_context, *no_text;
 } PlainRequests;
 
 #define EACH_OF_PLAIN(DO)                                                                                            \
     DO(ring) DO(exchange_type) DO(request_type) DO(context_type) DO(cycle_type) DO(methods) DO(scope_key)            \
     DO(request_key) DO(span_key) DO(variable_get) DO(variable_set) DO(variable_reset) DO(owner) DO(make_identity)    \
-    DO(no_tokens) DO(empty_context) DO(no_text)
+    DO(run_deferred) DO(no_tokens) DO(empty_context) DO(no_text)
 
 DEFINE_REFERENCES(PlainRequests, EACH_OF_PLAIN)
 
 /* PlainRequests(exchange_type, request_type, context_type, variable, request_key, span_key, scope_key, methods, owner,
- *               make_identity, (codes of ResponseStarted, FirstTokenSent and ExchangeEnded), flags) */
+ *               make_identity, run_deferred, (codes of ResponseStarted, FirstTokenSent and ExchangeEnded), flags) */
 static int init_plain(PlainRequests *self, PyObject *arguments, PyObject *named)
 {
     PyObject *exchange, *request, *context, *variable, *request_key, *span_key, *scope_key, *methods, *owner, *identity;
+    PyObject *deferred;
     (void)named;
-    if (!PyArg_ParseTuple(arguments, "OOOOOOOOOO(iii)i", &exchange, &request, &context, &variable, &request_key,
-                          &span_key, &scope_key, &methods, &owner, &identity, &self->response_started,
+    if (!PyArg_ParseTuple(arguments, "OOOOOOOOOOO(iii)i", &exchange, &request, &context, &variable, &request_key,
+                          &span_key, &scope_key, &methods, &owner, &identity, &deferred, &self->response_started,
                           &self->first_token_sent, &self->ended, &self->flags)) return -1;
     self->exchange_type = (PyTypeObject *)take(exchange);
     self->request_type = (PyTypeObject *)take(request);
@@ -61,6 +62,7 @@ static int init_plain(PlainRequests *self, PyObject *arguments, PyObject *named)
     self->methods = take(methods);
     self->owner = take(owner);
     self->make_identity = take(identity);
+    self->run_deferred = take(deferred);
     self->variable_get = PyObject_GetAttrString(variable, "get");
     self->variable_set = PyObject_GetAttrString(variable, "set");
     self->variable_reset = PyObject_GetAttrString(variable, "reset");
@@ -145,12 +147,10 @@ static int set_identity(RequestState *self, PyObject *value, void *unused)
     return 0;
 }
 
-/* Returns the ring that the request may write to, as a new reference; NULL without an exception if there is none. */
-static RequestRing *get_ring(RequestState *self)
+RequestRing *get_ring(RequestState *request)
 {
-    return is_ring(self->ring) && !((RequestRing *)self->ring)->retired && self->handle
-               ? (RequestRing *)take(self->ring)
-               : NULL;
+    RequestRing *ring = is_ring(request->ring) ? (RequestRing *)request->ring : NULL;
+    return ring != NULL && !ring->retired && request->handle ? ring : NULL;
 }
 
 /* Writes the event if all before went well, and gives the ring back. Returns whether it is written. */
@@ -169,7 +169,7 @@ int write_stage(RequestState *self, int64_t at, PyObject *name, int64_t started_
     enum { CODE = 2 };  /* of `events.StageEnded`: q q S q */
     char body[40] = {0};
     uint32_t id = 0;
-    RequestRing *ring = get_ring(self);
+    RequestRing *ring = (RequestRing *)take((PyObject *)get_ring(self));
     if (ring == NULL) return 0;
     int failed = intern_text(ring, name, &id);
     memcpy(body, &at, 8);
@@ -186,7 +186,7 @@ int write_operation(RequestState *self, PyObject *names)
     uint32_t id = 0;
     int failed = 0, is_same = self->operation_names == NULL ? 0 : PyObject_RichCompareBool(names, self->operation_names, Py_EQ);
     if (is_same > 0) return 1;
-    RequestRing *ring = is_same < 0 ? NULL : get_ring(self);
+    RequestRing *ring = is_same < 0 ? NULL : (RequestRing *)take((PyObject *)get_ring(self));
     if (ring == NULL) {
         PyErr_Clear();
         return 0;
@@ -211,7 +211,7 @@ int close_succeeded(RequestState *self, int64_t at, PyObject *no_text, PyObject 
     enum { CODE = 11 };  /* of `events.RequestEnded`: q H S H I q q */
     char body[40] = {0};
     uint32_t no_error = 0, chunks = (uint32_t)self->chunks;
-    RequestRing *ring = get_ring(self);
+    RequestRing *ring = (RequestRing *)take((PyObject *)get_ring(self));
     if (ring == NULL) return 0;
     int failed = self->ended || self->has_error_status || (self->provider_spans && self->provider_spans != Py_None) ||
                  (self->engine_error != NULL && PyObject_IsTrue(self->engine_error)) || at >= ring->deferred_due_at ||
@@ -264,7 +264,37 @@ static int set_operation_names(RequestState *self, PyObject *value, void *unused
     return 0;
 }
 
+int mark_token_reached(RequestState *self)
+{
+    enum { CODE = 7 };  /* of `events.TokenReached`: q, which a test checks */
+    if (self->tokens_reached) return 0;
+    self->tokens_reached = self->inspect_next_chunk = 1;
+    int64_t at = read_clock();
+    RequestRing *ring = get_ring(self);
+    char body[40] = {0};
+    memcpy(body, &at, 8);
+    if (ring != NULL) write_cell(ring, CODE, (uint32_t)self->handle, body);
+    PyObject *done = ring != NULL ? take(Py_None) : PyObject_CallMethod((PyObject *)self, "_write_token_reached", "L", (long long)at);
+    if (done != NULL && self->on_token_reached != NULL && self->on_token_reached != Py_None) {
+        PyObject *on_token_reached = take(self->on_token_reached);
+        Py_DECREF(done);
+        done = PyObject_CallNoArgs(on_token_reached);
+        Py_DECREF(on_token_reached);
+    }
+    Py_XDECREF(done);
+    return done == NULL ? -1 : 0;
+}
+
+static PyObject *record_token_reached(RequestState *self, PyObject *unused)
+{
+    (void)unused;
+    if (mark_token_reached(self)) return NULL;
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef request_methods[] = {
+    {"record_token_reached", (PyCFunction)record_token_reached, METH_NOARGS,
+     "record_token_reached(): as `PythonRequestState.record_token_reached`."},
     {"record_stage", (PyCFunction)(void (*)(void))record_stage, METH_FASTCALL,
      "record_stage(name, started_at, items=0): records that a stage ended now, as `RequestState.record_stage`."},
     {NULL, NULL, 0, NULL}};
@@ -586,6 +616,15 @@ static int pack_end(Exchange *self, RequestState *request, int64_t at, char *bod
     return 0;
 }
 
+/* Calls the recorders of what was deferred, if they are due. */
+static int run_deferred(PlainRequests *plain, int64_t at)
+{
+    if (at < plain->ring->deferred_due_at) return 0;
+    PyObject *done = PyObject_CallFunction(plain->run_deferred, "L", (long long)at);
+    Py_XDECREF(done);
+    return done == NULL ? -1 : 0;
+}
+
 /* Closes a request that succeeded, at its last byte. Returns whether that is done. */
 static int close_plain(Exchange *self, int64_t at)
 {
@@ -597,8 +636,11 @@ static int close_plain(Exchange *self, int64_t at)
         PyUnicode_GetLength(self->root_path) || (request->provider_spans && request->provider_spans != Py_None) ||
         (request->engine_error != NULL && PyObject_IsTrue(request->engine_error)) ||
         !is_false(self->connection, DISCONNECTED)) return 0;
-    if (at >= self->plain->ring->deferred_due_at) return 0;  /* Python code records what was deferred */
-    if (pack_end(self, request, at, body) || request->ended || self->plain->ring->retired) return 0;
+    Py_INCREF((PyObject *)request);  /* Python code may run */
+    int failed = run_deferred(self->plain, at) || pack_end(self, request, at, body) || request->ended ||
+                 self->plain->ring->retired || self->request != (PyObject *)request;
+    Py_DECREF((PyObject *)request);
+    if (failed) return 0;
     write_cell(self->plain->ring, self->plain->ended, (uint32_t)request->handle, body);
     free_slot(self->plain->ring, (uint32_t)request->handle);
     request->send_wait_ns = self->started_at ? at - self->started_at : request->send_wait_ns;
@@ -618,6 +660,7 @@ static PyObject *end_response(Exchange *self, PyObject *unused)
     (void)unused;
     int64_t at = read_clock();
     int is_done = close_plain(self, at);
+    if (PyErr_ExceptionMatches(PyExc_KeyboardInterrupt) || PyErr_ExceptionMatches(PyExc_SystemExit)) return NULL;
     PyErr_Clear();
     if (!is_done) {
         PyObject *slow = PyObject_GetAttr((PyObject *)self, names[LAST_BYTE]);
@@ -675,7 +718,16 @@ static PyObject *bind_send(PyObject *self, PyObject *unused)
     Py_RETURN_NONE;
 }
 
+static PyObject *inspect_next_chunk(Exchange *self, PyObject *unused)
+{
+    (void)unused;
+    self->passes = 0;
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef exchange_methods[] = {
+    {"inspect_next_chunk", (PyCFunction)inspect_next_chunk, METH_NOARGS,
+     "inspect_next_chunk(): as `PythonExchangeState.inspect_next_chunk`."},
     {"bind_send", bind_send, METH_NOARGS, "bind_send(): does nothing, the exchange itself is the application's `send`."},
     {"end_response", (PyCFunction)end_response, METH_NOARGS,
      "end_response(): closes the request, whose last byte was written, then calls the server's own callback."},
@@ -966,18 +1018,6 @@ static PyType_Spec entry_spec = {"otel_infer.ringbuffer._native.EntryPoint", siz
 
 /* ── hooks on the way in ───────────────────────────────────────────────────────────────────────────────────── */
 
-enum { APPLICATION, ROUTER, ROUTE, INCLUDED_ROUTE };
-
-typedef struct {
-    PyObject_HEAD
-    PlainRequests *plain;
-    PyObject *original, *call_slowly, *hook, *bind, *attributes, *references;
-    int place;
-} AsgiHook;
-
-#define EACH_OF_HOOK(DO) DO(plain) DO(original) DO(call_slowly) DO(hook) DO(bind) DO(attributes)
-DEFINE_REFERENCES(AsgiHook, EACH_OF_HOOK)
-
 /* Records that the application was reached. Returns whether that is done. */
 static int enter_application(Exchange *exchange, PyObject *app)
 {
@@ -1014,100 +1054,93 @@ static void store_route(Exchange *exchange, PyObject *route, PyObject *scope, in
 }
 
 /* Returns the plain exchange of this scope, as a new reference; NULL without an exception if there is none. */
-static Exchange *find_exchange(AsgiHook *self, PyObject *scope)
+static Exchange *find_exchange(CompiledHook *self, PyObject *scope)
 {
-    PyObject *found = PyDict_CheckExact(scope) ? PyDict_GetItemWithError(scope, self->plain->scope_key) : NULL;
-    int is_plain = found != NULL && Py_TYPE(found) == self->plain->exchange_type && ((Exchange *)found)->plain != NULL &&
+    PlainRequests *plain = (PlainRequests *)self->known;
+    PyObject *found = PyDict_CheckExact(scope) ? PyDict_GetItemWithError(scope, plain->scope_key) : NULL;
+    int is_plain = found != NULL && Py_TYPE(found) == plain->exchange_type && ((Exchange *)found)->plain != NULL &&
                    !((Exchange *)found)->deferred;
     if (is_plain) Py_INCREF(found);
-    PyObject *alive = is_plain ? PyObject_GetAttr(self->hook, names[ALIVE]) : NULL;
-    if (is_plain && alive != Py_True) Py_CLEAR(found);
-    Py_XDECREF(alive);
+    if (is_plain && !is_alive(self)) Py_CLEAR(found);
     PyErr_Clear();
     return is_plain ? (Exchange *)found : NULL;
 }
 
-/* Calls a router. Returns what stands for its coroutine, and records its exception. */
-static PyObject *call_router(AsgiHook *self, PyObject *arguments, Exchange *exchange)
+/* Returns the exchange if the arguments are those of a plain request: self, scope, receive, send. */
+static Exchange *read_arguments(CompiledHook *self, PyObject *arguments, PyObject *named)
 {
+    return PyTuple_Size(arguments) == 4 && named == NULL ? find_exchange(self, PyTuple_GetItem(arguments, 1)) : NULL;
+}
+
+static PyObject *call_application(CompiledHook *self, PyObject *arguments, PyObject *named)
+{
+    Exchange *exchange = read_arguments(self, arguments, named);
+    int is_done = exchange != NULL && enter_application(exchange, PyTuple_GetItem(arguments, 0));
+    Py_XDECREF((PyObject *)exchange);
+    return PyObject_Call(is_done ? self->original : self->call_slowly, arguments, named);
+}
+
+/* Calls a router. Returns what stands for its coroutine, and records its exception. */
+static PyObject *call_router(CompiledHook *self, PyObject *arguments, PyObject *named)
+{
+    Exchange *exchange = read_arguments(self, arguments, named);
+    if (exchange == NULL) return PyObject_Call(self->call_slowly, arguments, named);
     PyObject *coroutine = get_iterator(PyObject_Call(self->original, arguments, NULL));
     ExchangeRun *run = coroutine == NULL ? NULL : allocate(run_type);
     if (run == NULL) {
         Py_XDECREF(coroutine);
+        Py_DECREF((PyObject *)exchange);
         return NULL;
     }
     run->coroutine = coroutine;
-    run->exchange = (Exchange *)take((PyObject *)exchange);
+    run->exchange = exchange;
     run->is_route = 1;
     return (PyObject *)run;
 }
 
-/* self, scope, receive, send */
-static PyObject *call_hook(AsgiHook *self, PyObject *arguments, PyObject *named)
+static PyObject *call_any_route(CompiledHook *self, PyObject *arguments, PyObject *named, int is_included)
 {
-    if (self->original == NULL) return PyErr_Format(PyExc_RuntimeError, "the hook is not initialized");
-    PyObject *scope = PyTuple_Size(arguments) == 4 && named == NULL ? PyTuple_GetItem(arguments, 1) : NULL;
-    Exchange *exchange = scope == NULL ? NULL : find_exchange(self, scope);
-    PyObject *place = scope == NULL ? NULL : PyTuple_GetItem(arguments, 0), *awaitable;
-    if (exchange == NULL || (self->place == APPLICATION && !enter_application(exchange, place)))
-        awaitable = PyObject_Call(self->call_slowly, arguments, named);
-    else if (self->place == ROUTER) awaitable = call_router(self, arguments, exchange);
-    else {
-        if (self->place != APPLICATION) store_route(exchange, place, scope, self->place == INCLUDED_ROUTE);
-        awaitable = PyObject_Call(self->original, arguments, named);
+    Exchange *exchange = read_arguments(self, arguments, named);
+    if (exchange == NULL) return PyObject_Call(self->call_slowly, arguments, named);
+    store_route(exchange, PyTuple_GetItem(arguments, 0), PyTuple_GetItem(arguments, 1), is_included);
+    Py_DECREF((PyObject *)exchange);
+    return PyObject_Call(self->original, arguments, named);
+}
+
+static PyObject *call_route(CompiledHook *self, PyObject *arguments, PyObject *named)
+{
+    return call_any_route(self, arguments, named, 0);
+}
+
+static PyObject *call_included_route(CompiledHook *self, PyObject *arguments, PyObject *named)
+{
+    return call_any_route(self, arguments, named, 1);
+}
+
+/* uvicorn's protocol, its exception: of a connection whose response, if any, is complete. */
+static PyObject *lose_connection(CompiledHook *self, PyObject *arguments, PyObject *named)
+{
+    PyObject *protocol = PyTuple_Size(arguments) > 0 && named == NULL ? PyTuple_GetItem(arguments, 0) : NULL;
+    PyObject *cycle = protocol == NULL ? NULL : PyObject_GetAttr(protocol, names[CYCLE]);
+    PyObject *response = cycle == NULL ? NULL : PyObject_GetAttr(cycle, names[RESPONSE]);
+    int is_done = response == Py_None;
+    if (response != NULL && !is_done) {
+        PyObject *complete = PyObject_GetAttr(cycle, names[COMPLETE]);
+        is_done = complete == Py_True;
+        Py_XDECREF(complete);
     }
-    Py_XDECREF((PyObject *)exchange);
-    return awaitable;
+    Py_XDECREF(response);
+    Py_XDECREF(cycle);
+    PyErr_Clear();
+    return PyObject_Call(is_done ? self->original : self->call_slowly, arguments, named);
 }
 
-static PyObject *reduce_hook(PyObject *self, PyObject *unused)
-{
-    (void)unused;
-    return PyObject_GetAttrString(self, "__qualname__");  /* as a function: by its name */
-}
-
-static PyObject *bind_hook(AsgiHook *self, PyObject *instance, PyObject *owner)
-{
-    (void)owner;
-    if (instance == NULL || instance == Py_None) return take((PyObject *)self);
-    return PyObject_CallFunctionObjArgs(self->bind, (PyObject *)self, instance, NULL);
-}
-
-/* AsgiHook(plain, place, original, call_slowly, hook, types.MethodType) */
-static int init_hook(AsgiHook *self, PyObject *arguments, PyObject *named)
-{
-    PyObject *plain, *original, *call_slowly, *hook, *bind;
-    (void)named;
-    if (!PyArg_ParseTuple(arguments, "OiOOOO", &plain, &self->place, &original, &call_slowly, &hook, &bind)) return -1;
-    self->plain = (PlainRequests *)take(plain);
-    self->original = take(original);
-    self->call_slowly = take(call_slowly);
-    self->hook = take(hook);
-    self->bind = take(bind);
-    return 0;
-}
-
-static void free_hook(AsgiHook *self)
-{
-    if (self->references != NULL) PyObject_ClearWeakRefs((PyObject *)self);
-    free_AsgiHook(self);
-}
-
-static PyMethodDef hook_methods[] = {{"__reduce__", reduce_hook, METH_NOARGS, "Pickles and copies as a function."},
-                                     {NULL, NULL, 0, NULL}};
-static PyMemberDef hook_members[] = {
-    {"__dictoffset__", T_PYSSIZET, offsetof(AsgiHook, attributes), READONLY, NULL},
-    {"__weaklistoffset__", T_PYSSIZET, offsetof(AsgiHook, references), READONLY, NULL}, {NULL, 0, 0, 0, NULL}};
-static PyGetSetDef hook_properties[] = {{"__dict__", PyObject_GenericGetDict, PyObject_GenericSetDict, NULL, NULL},
-                                        {NULL, NULL, NULL, NULL, NULL}};
-static PyType_Slot hook_slots[] = {{Py_tp_init, init_hook},         {Py_tp_new, PyType_GenericNew},
-                                   {Py_tp_dealloc, free_hook},      {Py_tp_traverse, visit_AsgiHook},
-                                   {Py_tp_clear, clear_AsgiHook},   {Py_tp_call, call_hook},
-                                   {Py_tp_descr_get, bind_hook},    {Py_tp_members, hook_members},
-                                   {Py_tp_methods, hook_methods},   {Py_tp_getset, hook_properties},
-                                   {0, NULL}};
-static PyType_Spec hook_spec = {"otel_infer.ringbuffer._native.AsgiHook", sizeof(AsgiHook), 0,
-                                Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_METHOD_DESCRIPTOR, hook_slots};
+const HookPlace asgi_places[] = {{"application", call_application},
+                                 {"router", call_router},
+                                 {"route", call_route},
+                                 {"included route", call_included_route},
+                                 {"lost connection", lose_connection},
+                                 {NULL, NULL}};
 
 int add_exchange_types(PyObject *module)
 {
@@ -1121,7 +1154,7 @@ int add_exchange_types(PyObject *module)
     run_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &run_spec, NULL);
     return run_type == NULL || coroutine_type == NULL || add_type(module, "PlainRequests", &plain_spec) ||
                    add_type(module, "RequestState", &request_spec) || add_type(module, "EntryPoint", &entry_spec) ||
-                   add_type(module, "ExchangeState", &exchange_spec) || add_type(module, "AsgiHook", &hook_spec)
+                   add_type(module, "ExchangeState", &exchange_spec)
                ? -1
                : 0;
 }

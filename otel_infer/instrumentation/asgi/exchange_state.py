@@ -108,6 +108,10 @@ class PythonExchangeState:
         if self.send is not None:  # the exchange has not ended just now
             self.send.__setstate__((self.server_send if passes else own, (), {}, None))
 
+    def inspect_next_chunk(self) -> None:
+        """Lets the next chunk pass through this object again, because it may be the first with a token."""
+        self.passes = False
+
     def end_response(self) -> None:
         """Closes the request, whose last byte was written, then calls the server's own callback."""
         self.record_last_byte(_clock.now())

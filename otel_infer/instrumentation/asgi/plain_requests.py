@@ -9,7 +9,6 @@ checked here: the settings, the propagators, the provider, the sampler, and that
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import MethodType
 from typing import Any, cast
 
 from opentelemetry.context import Context
@@ -19,15 +18,13 @@ from otel_infer.instrumentation.asgi import response_headers
 from otel_infer.instrumentation.asgi.entry_point import AsgiEntryPoint
 from otel_infer.instrumentation.asgi.exchange import OWNER, SCOPE_KEY, App, Exchange
 from otel_infer.instrumentation.asgi.parent_context import has_provider, reads_w3c_only
+from otel_infer.instrumentation.hooks.compiled_hook import compile_hook
 from otel_infer.instrumentation.hooks.probe import Hook
 from otel_infer.ringbuffer import events
 from otel_infer.ringbuffer.native import native
 from otel_infer.ringbuffer.recorder import CHECK_NS, recorder
 from otel_infer.tracing import caller, context, request_span
 from otel_infer.tracing.span_ids import LazySpanIds, RemoteParent
-
-APPLICATION, ROUTER, ROUTE, INCLUDED_ROUTE = range(4)
-"""Places of a hook, as numbered in `_exchange.c`."""
 
 
 def _make_identity(ids: tuple[bytes, bytes, bytes, bytes], flags: int, remote: RemoteParent) -> LazySpanIds:
@@ -57,6 +54,7 @@ def _make_plain_requests() -> Any:
         methods,
         OWNER,
         _make_identity,
+        recorder.run_deferred_recorders,
         codes,
         events.OWN_SERVER_SPAN,
     )
@@ -99,12 +97,6 @@ def compile_entry_point(app: App, hook: Hook, entry_point: AsgiEntryPoint, call:
     return cast("App", compiled)
 
 
-def compile_hook(place: int, original: App, hook: Hook, call: Callable[..., Any]) -> Callable[..., Any]:
+def compile_asgi_hook(place: str, original: App, hook: Hook, call: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a compiled form of the hook `call`, which calls it for all that is not plain; or `call` itself."""
-    if _plain is None:
-        return call
-    compiled: Any = native.AsgiHook(_plain, place, original, call, hook, MethodType)
-    # Servers look there for the flag of a coroutine function.
-    for name in ("__code__", "__defaults__", "__kwdefaults__", "__globals__"):
-        setattr(compiled, name, getattr(call, name))
-    return cast("Callable[..., Any]", compiled)
+    return compile_hook(place, _plain, original, hook, call)

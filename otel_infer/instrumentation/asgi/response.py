@@ -112,10 +112,6 @@ class Response(ExchangeState):
         if request.inspect_next_chunk:  # another thread has set it just now
             self.passes = False
 
-    def inspect_next_chunk(self) -> None:
-        """Lets the next chunk pass through this object again, because it may be the first with a token."""
-        self.passes = False
-
     def record_disconnect(self, at: int) -> None:
         """Stores when the client was found to be gone, unless it is known."""
         self.disconnected_at = self.disconnected_at or at

@@ -13,8 +13,10 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
 from otel_infer import _clock
+from otel_infer.instrumentation.hooks.compiled_hook import compile_hook
 from otel_infer.instrumentation.hooks.instrumentor import Instrumentor
 from otel_infer.instrumentation.hooks.probe import Hook, WrapperFactory
+from otel_infer.ringbuffer.native import native
 from otel_infer.tracing import start
 
 _HTTP = "uvicorn.protocols.http"
@@ -123,7 +125,7 @@ def _wrap_connection_lost(original: Callable[..., Any], hook: Hook) -> Callable[
                 hook.count_failure(exc)
         return original(self, *args, **kwargs)
 
-    return connection_lost
+    return compile_hook("lost connection", native, original, hook, connection_lost)
 
 
 def _wrap_send_closed(original: Callable[..., Awaitable[Any]], hook: Hook) -> Callable[..., Awaitable[Any]]:

@@ -27,14 +27,14 @@ typedef struct {
     PyObject *request_type, *context_type, *request_key, *span_key, *make_identity;
     PyObject *get_context, *set_context, *reset_context, *get_thread_owner;
     PyObject *get_suppressed, *set_suppressed, *reset_suppressed;
-    PyObject *call_slowly, *end_slowly, *read_batch_size, *bind, *empty_context, *no_text;
+    PyObject *call_slowly, *end_slowly, *read_batch_size, *run_deferred, *bind, *empty_context, *no_text;
 } CallDescriptor;
 
 #define EACH_OF_DESCRIPTOR(DO)                                                                                       \
     DO(ring) DO(hook) DO(compiler) DO(tensor) DO(is_tracing) DO(is_grad_enabled) DO(outermost) DO(model_names)       \
     DO(timing) DO(stage) DO(owner) DO(request_type) DO(context_type) DO(request_key) DO(span_key) DO(make_identity)  \
     DO(get_context) DO(set_context) DO(reset_context) DO(get_thread_owner) DO(get_suppressed) DO(set_suppressed)     \
-    DO(reset_suppressed) DO(call_slowly) DO(end_slowly) DO(read_batch_size) DO(bind) DO(empty_context) DO(no_text)
+    DO(reset_suppressed) DO(call_slowly) DO(end_slowly) DO(read_batch_size) DO(run_deferred) DO(bind) DO(empty_context) DO(no_text)
 DEFINE_REFERENCES(CallDescriptor, EACH_OF_DESCRIPTOR)
 
 typedef struct {
@@ -232,7 +232,13 @@ static void record_success(CallDescriptor *self, Forward *forward, PyObject *arg
         done = PyObject_CallMethod((PyObject *)request, "_write_stage", "LOLL", (long long)at, self->stage,
                                    (long long)forward->started_at, (long long)items);
     Py_XDECREF(done);
-    if (PyErr_Occurred() || !forward->is_separate || close_succeeded(request, at, self->no_text, self->empty_context)) return;
+    if (PyErr_Occurred() || !forward->is_separate) return;
+    RequestRing *ring = get_ring(request);
+    if (ring != NULL && at >= ring->deferred_due_at) {
+        done = PyObject_CallFunction(self->run_deferred, "L", (long long)at);
+        Py_XDECREF(done);
+    }
+    if (PyErr_Occurred() || close_succeeded(request, at, self->no_text, self->empty_context)) return;
     PyObject *close = PyObject_GetAttr((PyObject *)request, names[CLOSE]);
     done = close == NULL ? NULL : PyObject_CallNoArgs(close);
     Py_XDECREF(close);
@@ -305,20 +311,20 @@ static PyObject *call_forward(ForwardCall *call, PyObject *arguments, PyObject *
 
 /* connect(outermost, model_names, timing, stage, owner, flags, (request type, context type, request key, span key,
  *         make_identity), (get, set, reset of the context), get of the thread's owner, (get, set, reset of the
- *         suppression), (call_slowly, end_slowly, read_batch_size), types.MethodType) */
+ *         suppression), (call_slowly, end_slowly, read_batch_size, run_deferred), types.MethodType) */
 static PyObject *connect(CallDescriptor *self, PyObject *arguments)
 {
-    PyObject *values[21];
-    if (!PyArg_ParseTuple(arguments, "OOOOOi(OOOOO)(OOO)O(OOO)(OOO)O", &values[0], &values[1], &values[2], &values[3],
+    PyObject *values[22];
+    if (!PyArg_ParseTuple(arguments, "OOOOOi(OOOOO)(OOO)O(OOO)(OOOO)O", &values[0], &values[1], &values[2], &values[3],
                           &values[4], &self->flags, &values[5], &values[6], &values[7], &values[8], &values[9],
                           &values[10], &values[11], &values[12], &values[13], &values[14], &values[15], &values[16],
-                          &values[17], &values[18], &values[19], &values[20])) return NULL;
+                          &values[17], &values[18], &values[19], &values[20], &values[21])) return NULL;
     PyObject **fields[] = {&self->outermost, &self->model_names, &self->timing, &self->stage, &self->owner,
                            &self->request_type, &self->context_type, &self->request_key, &self->span_key,
                            &self->make_identity, &self->get_context, &self->set_context, &self->reset_context,
                            &self->get_thread_owner, &self->get_suppressed, &self->set_suppressed,
                            &self->reset_suppressed, &self->call_slowly, &self->end_slowly, &self->read_batch_size,
-                           &self->bind};
+                           &self->run_deferred, &self->bind};
     for (size_t i = 0; i < sizeof fields / sizeof *fields; i++) {
         PyObject *old = *fields[i];
         *fields[i] = take(values[i]);

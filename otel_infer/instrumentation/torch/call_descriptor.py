@@ -96,7 +96,7 @@ class CallDescriptor(CallState):
             (context.variable.get, context.variable.set, context.variable.reset),
             request_span.thread_owner.get,
             (torch_suppressed.get, torch_suppressed.set, torch_suppressed.reset),
-            (self.call_traced, end_failed, read_batch_size),
+            (self.call_traced, end_failed, read_batch_size, recorder.run_deferred_recorders),
             MethodType,
         )
 

@@ -13,7 +13,7 @@ from typing import Any
 from otel_infer.instrumentation.hooks.probe import Hook
 from otel_infer.instrumentation.transformers._instrumentor import instrumentor
 from otel_infer.instrumentation.transformers.continuous_batching import PART, SCHEDULER, remove_from_batch
-from otel_infer.instrumentation.transformers.sequences import record_finished
+from otel_infer.instrumentation.transformers.sequence_group import record_finished
 
 
 @instrumentor.patch_hot_path(

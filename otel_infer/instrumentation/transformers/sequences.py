@@ -11,7 +11,6 @@ host) or in a new state (KV recomputed). `continuous_batching` records the steps
 from __future__ import annotations
 
 import inspect
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +24,7 @@ from otel_infer.instrumentation.transformers._instrumentor import (
     open_own_request,
 )
 from otel_infer.instrumentation.transformers.batch_tracker import UNKNOWN_HANDLE
+from otel_infer.instrumentation.transformers.compiled_requests import OPERATION, compile_request_hook
 from otel_infer.instrumentation.transformers.continuous_batching import (
     CB,
     MANAGER,
@@ -34,65 +34,17 @@ from otel_infer.instrumentation.transformers.continuous_batching import (
     remove_from_batch,
 )
 from otel_infer.instrumentation.transformers.generation_arguments import prompt_length
+from otel_infer.instrumentation.transformers.sequence_group import (
+    SequenceGroup,
+    adding,
+    record_finish,
+    record_finished,
+)
 from otel_infer.ringbuffer import events
 from otel_infer.tracing import request_span, start
 from otel_infer.tracing.outcome import classify_exception
 
 _STATE = f"{CB}.requests:RequestState"
-OPERATION = "text_completion"
-
-
-class _PackedHandle(bytes):
-    """A request's handle as 4 bytes, as `BatchWriter` writes it; pickled, it becomes the unknown handle.
-
-    A handle is valid in its own process only.
-    """
-
-    def __deepcopy__(self, memo: Any) -> _PackedHandle:
-        return self
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return bytes, (UNKNOWN_HANDLE,)
-
-
-class _SequenceGroup:
-    """The sequences of one `add_request`. `own`: the request was opened for them and ends with the last."""
-
-    __slots__ = ("owns_request", "packed", "remaining", "request")
-
-    def __init__(self, request: request_span.RequestSpan, own: bool, left: int) -> None:
-        self.request, self.owns_request, self.remaining = request, own, left
-        self.packed = _PackedHandle(request.packed)
-
-    def __deepcopy__(self, memo: Any) -> _SequenceGroup:
-        return self  # a fork belongs to the same request
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return type(None), ()  # other ranks of a tensor-parallel group get pickled copies of the states
-
-    def finish_sequence(self, state: Any, reason: str, error_type: str = "") -> None:
-        """Records the end of a sequence, and counts off the forks that it can no longer have.
-
-        `reason`: stop, length, abort or error.
-        """
-        # A soft reset moves the tokens generated so far into the initial tokens of the new state.
-        moved = len(state.initial_tokens) - state._true_initial_tokens if state._true_initial_tokens else 0
-        tokens = len(state.generated_tokens) + moved
-        self.request.record_event(events.EngineFinished(_clock.now(), reason, tokens))
-        if error_type:
-            self.request.set_engine_error(error_type)
-        self.remaining -= 1 + int(state.num_children or 0)
-        if self.owns_request and self.remaining <= 0:
-            self.request.close()
-
-
-class _AddRequestState(threading.local):
-    """The sequence group for which this thread creates states; None outside `add_request`."""
-
-    group: _SequenceGroup | None = None
-
-
-_adding = _AddRequestState()
 
 
 # ── submission ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -114,7 +66,7 @@ def wrap_add_request(original: Callable[..., Any], hook: Hook) -> Callable[..., 
                 hook.mark_failed(exc)
         if group is None:
             return original(self, *args, **kwargs)
-        _adding.group = group
+        adding.group = group
         try:
             accepted = original(self, *args, **kwargs)
         except BaseException as exc:
@@ -122,15 +74,15 @@ def wrap_add_request(original: Callable[..., Any], hook: Hook) -> Callable[..., 
                 group.request.close(*classify_exception(exc))
             raise
         finally:
-            _adding.group = None
+            adding.group = None
         if accepted is None and group.owns_request:
             group.request.close(events.ERROR, "rejected")
         return accepted
 
-    return add_request
+    return compile_request_hook("add request", original, hook, add_request)
 
 
-def _begin_group(manager: Any, input_ids: Any, limit: Any) -> _SequenceGroup | None:
+def _begin_group(manager: Any, input_ids: Any, limit: Any) -> SequenceGroup | None:
     """Records that a prompt is submitted; returns its sequences, None while nothing is recorded."""
     request = start.current_request()
     own = request is None
@@ -147,7 +99,7 @@ def _begin_group(manager: Any, input_ids: Any, limit: Any) -> _SequenceGroup | N
         limit = getattr(manager.generation_config, "max_new_tokens", None)
     copies = events.clamp_count(getattr(manager, "num_return_sequences", 1)) or 1
     request.record_submitted(ENGINE, copies, prompt_length(input_ids), limit)
-    return _SequenceGroup(request, own, copies)
+    return SequenceGroup(request, own, copies)
 
 
 @instrumentor.patch_hot_path(f"{_STATE}.__post_init__", part=PART)
@@ -157,14 +109,14 @@ def wrap_post_init(original: Callable[..., Any], hook: Hook) -> Callable[..., An
         if not hook.alive:
             return
         try:
-            group = self.otel_infer = _adding.group
+            group = self.otel_infer = adding.group
             self.otel_infer_handle = UNKNOWN_HANDLE if group is None else group.packed
             if group is not None:
                 group.request.set_request_id(str(self.request_id))
         except Exception as exc:
             hook.mark_failed(exc)
 
-    return post_init
+    return compile_request_hook("state", original, hook, post_init)
 
 
 @instrumentor.patch_hot_path(f"{_STATE}.fork", part=PART)
@@ -219,7 +171,7 @@ def wrap_add_waiting_request(original: Callable[..., Any], hook: Hook) -> Callab
                 hook.mark_failed(exc)
         return original(self, state)
 
-    return add_waiting_request
+    return compile_request_hook("add waiting request", original, hook, add_waiting_request)
 
 
 def _record_queued(scheduler: Any, state: Any, request: request_span.RequestSpan) -> None:
@@ -246,16 +198,12 @@ def wrap_finish_request(original: Callable[..., Any], hook: Hook) -> Callable[..
         if state is not None:
             try:
                 remove_from_batch(self, state)
-                successor = getattr(state, "otel_infer_successor", None)  # in which the sequence may continue
-                goes_on = successor is not None and successor.request_id == state.request_id
-                if state.status.name == "FINISHED" and not goes_on:
-                    last = state.generated_tokens[-1:]
-                    record_finished(state, "stop" if last and last[0] in state._eos_token_ids else "length")
+                record_finish(state)
             except Exception as exc:
                 hook.mark_failed(exc)
         return result
 
-    return finish_request
+    return compile_request_hook("finish request", original, hook, finish_request)
 
 
 @instrumentor.patch_hot_path(f"{PROCESSOR}._handle_request_error", reads=("error", "state"), part=PART)
@@ -294,11 +242,3 @@ def _record_failure(hook: Hook, state: Any, error: Any) -> None:
             record_finished(state, "error", type(error).__qualname__)
         except Exception as exc:
             hook.mark_failed(exc)
-
-
-def record_finished(state: Any, reason: str, error_type: str = "") -> None:
-    """Records the end of a sequence, once. `reason`, `error_type`: as in `_SequenceGroup.finish_sequence`."""
-    group = getattr(state, "otel_infer", None)
-    if group is not None:
-        state.otel_infer = None
-        group.finish_sequence(state, reason, error_type)

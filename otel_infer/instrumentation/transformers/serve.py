@@ -25,6 +25,7 @@ from otel_infer.instrumentation.transformers._instrumentor import (
     instrumentor,
     wrap_in_empty_context,
 )
+from otel_infer.instrumentation.transformers.compiled_requests import compile_request_hook
 from otel_infer.ringbuffer import events
 from otel_infer.tracing import request_span, start
 
@@ -52,7 +53,7 @@ def _make_handler_wrapper(
                     hook.mark_failed(exc)
             return original(self, body, request_id)
 
-        return handle_request
+        return compile_request_hook("handle request", original, hook, handle_request, (operation, prefix))
 
     return wrap_handle_request
 
@@ -136,7 +137,7 @@ def _wrap_streamer_init(original: Callable[..., Any], hook: Hook) -> Callable[..
             except Exception as exc:
                 hook.mark_failed(exc)
 
-    return init_streamer
+    return compile_request_hook("streamer", original, hook, init_streamer)
 
 
 def _wrap_streamer_put(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
@@ -167,13 +168,14 @@ def _wrap_streamer_put(original: Callable[..., Any], hook: Hook) -> Callable[...
                 sample.spent_ns += spent_ns
                 outputs.append(spent_ns / (tokens - sample.tokens))
                 sample.tokens = tokens
-                if len(outputs) >= SAMPLED_OUTPUTS and type(self).put is put:
+                if len(outputs) >= SAMPLED_OUTPUTS and type(self).put is installed:
                     self.put = MethodType(original, self)
         except Exception as exc:
             hook.mark_failed(exc)
         return result
 
-    return put
+    installed = compile_request_hook("put", original, hook, put)
+    return installed
 
 
 def _wrap_streamer_end(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
@@ -191,7 +193,7 @@ def _wrap_streamer_end(original: Callable[..., Any], hook: Hook) -> Callable[...
                 hook.mark_failed(exc)
         return result
 
-    return end
+    return compile_request_hook("end", original, hook, end)
 
 
 for _class in ("CBStreamer", "DirectStreamer"):

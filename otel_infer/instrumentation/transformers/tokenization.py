@@ -12,7 +12,7 @@ from types import MethodType
 from typing import Any
 
 from otel_infer import _clock
-from otel_infer.instrumentation.hooks.hooked_function import compile_tokenizing
+from otel_infer.instrumentation.hooks.context_hooks import compile_tokenizer
 from otel_infer.instrumentation.hooks.probe import Hook
 from otel_infer.instrumentation.transformers._instrumentor import instrumentor
 from otel_infer.instrumentation.transformers.generation_run import thread_state
@@ -56,7 +56,7 @@ def _wrap_tokenize(original: Callable[..., Any], hook: Hook) -> Callable[..., An
             hook.mark_failed(exc)
         return result
 
-    return compile_tokenizing(original, hook, tokenize_input, tokenizer_call, _token_count)
+    return compile_tokenizer(original, hook, tokenize_input, tokenizer_call, _token_count)
 
 
 def _wrap_decode(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:

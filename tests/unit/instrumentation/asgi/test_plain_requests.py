@@ -540,7 +540,7 @@ def test_entry_point_shows_a_coroutine_function() -> None:
 
 def test_patched_call_copies_and_pickles_as_a_function() -> None:
     patched: Any = Starlette.__dict__["__call__"]
-    if not isinstance(patched, native.AsgiHook):
+    if not isinstance(patched, native.CompiledHook):
         patched = functools.wraps(Starlette.__call__)(
             asgi._patch_application(Starlette.__call__, Hook("layer"))
         )

@@ -26,6 +26,7 @@ from otel_infer.instrumentation.transformers import (
     generation_run,
     instrumentor,
     kv_cache,
+    sequence_group,
     sequences,
     serve,
     tokenization,
@@ -101,7 +102,7 @@ class Engine:
         request = request_of("batching")
         request.record_submitted("transformers", 1, tokens)
         state = State(request_id, tokens)
-        state.otel_infer = sequences._SequenceGroup(request, own=True, left=1)  # type: ignore[attr-defined]
+        state.otel_infer = sequence_group.SequenceGroup(request, own=True, left=1)  # type: ignore[attr-defined]
         state.otel_infer_handle = state.otel_infer.packed  # type: ignore[attr-defined]
         self.active_requests[request_id] = state
         return request, state
@@ -352,7 +353,7 @@ def test_failure_reported_twice_is_recorded_once(recording: Recording) -> None:
 
 def test_request_outcome_is_the_worst_of_its_sequences(recording: Recording) -> None:
     request = request_of("batching")
-    group = sequences._SequenceGroup(request, own=True, left=4)
+    group = sequence_group.SequenceGroup(request, own=True, left=4)
     for reason, error in (("length", ""), ("abort", ""), ("error", "MemoryError"), ("abort", "")):
         assert not request.ended
         group.finish_sequence(State(), reason, error)
@@ -392,7 +393,7 @@ def test_waiting_fork_is_not_a_preemption(recording: Recording) -> None:
 
 
 def test_sequence_group_is_neither_copied_nor_pickled(recording: Recording) -> None:
-    group = sequences._SequenceGroup(request_of(), own=True, left=1)
+    group = sequence_group.SequenceGroup(request_of(), own=True, left=1)
     assert copy.deepcopy(group) is group and copy.deepcopy(group.packed) is group.packed
     assert pickle.loads(pickle.dumps([group, group.packed])) == [None, bytes(4)]
 
@@ -408,12 +409,12 @@ class SlottedState:
 
 def test_state_with_slots_is_not_recorded(recording: Recording) -> None:
     made, forked, again = Hook("made"), Hook("forked"), Hook("again")
-    sequences._adding.group = sequences._SequenceGroup(request_of(), own=True, left=1)
+    sequence_group.adding.group = sequence_group.SequenceGroup(request_of(), own=True, left=1)
     try:
         state = SlottedState()
         sequences.wrap_post_init(lambda self: None, made)(state)
     finally:
-        sequences._adding.group = None
+        sequence_group.adding.group = None
     assert isinstance(
         sequences.wrap_fork(lambda self, name: SlottedState(), forked)(state, "r__child#0"), SlottedState
     )
@@ -797,7 +798,7 @@ def test_transfer_of_several_prompts_is_recorded_once(recording: Recording) -> N
     request.record_submitted("transformers", 3)
     states = [State(str(number)) for number in range(3)]
     for state in states:
-        state.otel_infer = sequences._SequenceGroup(request, own=False, left=1)  # type: ignore[attr-defined]
+        state.otel_infer = sequence_group.SequenceGroup(request, own=False, left=1)  # type: ignore[attr-defined]
     host = SimpleNamespace(
         requests_in_batch=[Future(state, 4) for state in states],
         total_seqlen_q=12,
