@@ -139,7 +139,9 @@ def test_compiled_steps_are_the_same_bytes(calls: list[tuple[str, tuple[int, ...
 
 
 def test_layouts_that_compiled_code_writes_itself() -> None:
-    """`_exchange.c` packs these two events by their layout."""
-    stage, ended = (writer._COMPILED_LAYOUTS[event] for event in (events.StageEnded, events.ExchangeEnded))
-    assert stage == (2, "qqSq")
-    assert ended[1] == "qBSHIqqSB"
+    """`_exchange.c` packs these events by their layout."""
+    layouts = writer._COMPILED_LAYOUTS
+    assert layouts[events.StageEnded] == (2, "qqSq")
+    assert layouts[events.OperationNamed] == (43, "qSSS")
+    assert layouts[events.RequestEnded] == (11, "qHSHIqq")
+    assert layouts[events.ExchangeEnded][1] == "qBSHIqqSB"
