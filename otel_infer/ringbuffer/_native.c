@@ -64,8 +64,23 @@ static int pack_number(char *to, char kind, PyObject *value, int *size)
     return 0;
 }
 
+/* Stores the id of a text, which is found by the identity of the object: a look-up by hash has several cache misses. */
+static void remember_text(RequestRing *self, size_t place, PyObject *text, PyObject *id)
+{
+    PyObject *old = self->known_texts[place];
+    self->known_ids[place] = (uint32_t)PyLong_AsUnsignedLong(id);
+    Py_INCREF(text);
+    self->known_texts[place] = text;
+    Py_XDECREF(old);
+}
+
 static int pack_text(RequestRing *self, char *to, char kind, PyObject *text, int *size)
 {
+    size_t place = ((uintptr_t)text >> 4) % KNOWN_TEXTS;
+    if (self->known_texts[place] == text && (kind == 'S' || self->known_ids[place] <= UINT16_MAX)) {
+        memcpy(to, &self->known_ids[place], *size = kind == 'S' ? 4 : 2);
+        return 0;
+    }
     PyObject *id = PyDict_GetItemWithError(self->strings, text), *made = NULL;
     if (id == NULL) {
         if (PyErr_Occurred()) return -1;
@@ -76,6 +91,7 @@ static int pack_text(RequestRing *self, char *to, char kind, PyObject *text, int
         if (id == NULL) return -1;
     }
     int failed = pack_number(to, kind == 'S' ? 'I' : 'H', id, size);
+    if (made == NULL && !failed && PyUnicode_CheckExact(text)) remember_text(self, place, text, id);
     Py_XDECREF(made);
     return failed;
 }
@@ -409,6 +425,13 @@ static PyObject *next_cell(RequestRing *self, PyObject *unused)
     return PyLong_FromUnsignedLongLong(self->next_cell++);
 }
 
+static PyObject *forget_texts(RequestRing *self, PyObject *unused)
+{
+    (void)unused;
+    for (int i = 0; i < KNOWN_TEXTS; i++) Py_CLEAR(self->known_texts[i]);
+    Py_RETURN_NONE;
+}
+
 static int add_layout(PyObject *layouts, PyObject *event, PyObject *described)
 {
     Layout layout = {0};
@@ -470,6 +493,7 @@ static int visit_request_ring(RequestRing *self, visitproc visit, void *arg)
     Py_VISIT(self->strings);
     Py_VISIT(self->intern);
     Py_VISIT(self->write_long);
+    for (int i = 0; i < KNOWN_TEXTS; i++) Py_VISIT(self->known_texts[i]);
     return 0;
 }
 
@@ -479,6 +503,7 @@ static int clear_request_ring(RequestRing *self)
     Py_CLEAR(self->strings);
     Py_CLEAR(self->intern);
     Py_CLEAR(self->write_long);
+    for (int i = 0; i < KNOWN_TEXTS; i++) Py_CLEAR(self->known_texts[i]);
     return 0;
 }
 
@@ -503,6 +528,7 @@ static PyMethodDef request_ring_methods[] = {
      "span. Returns handle, ids, flags and remote parent; None if the propagators must read the headers."},
     {"close_request", (PyCFunction)(void (*)(void))close_request, METH_FASTCALL,
      "close_request(handle, ended): writes the end of a request and frees its slot."},
+    {"forget_texts", (PyCFunction)forget_texts, METH_NOARGS, "forget_texts(): ids of texts are looked up again."},
     {"next_cell", (PyCFunction)next_cell, METH_NOARGS, "next_cell(): reserves a cell and returns its number, from 0."},
     {NULL, NULL, 0, NULL}};
 
@@ -685,7 +711,7 @@ static int fill_module(PyObject *module)
     request_ring_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &request_ring_spec, NULL);
     return request_ring_type == NULL || PyModule_AddObjectRef(module, "RequestRing", (PyObject *)request_ring_type) || add_type(module, "StepRing", &step_ring_spec) ||
            add_exchange_types(module) || add_hook_type(module) || add_transformers_types(module) ||
-           add_forward_types(module) || add_hook_names() || add_lag_type(module) ? -1 : 0;
+           add_forward_types(module) || add_context_types(module) || add_lag_type(module) ? -1 : 0;
 }
 
 static PyModuleDef_Slot module_slots[] = {{Py_mod_exec, fill_module}, {0, NULL}};

@@ -10,6 +10,8 @@
 #include <structmember.h>
 #include <time.h>
 
+enum { KNOWN_TEXTS = 16 };
+
 typedef struct {
     PyObject_HEAD
     Py_buffer memory;
@@ -23,6 +25,8 @@ typedef struct {
     char retired;  /* it belongs to the parent process, or is closed: nothing may be written */
     PyObject *layouts;  /* event type → bytes that hold a Layout */
     PyObject *strings, *intern, *write_long;
+    PyObject *known_texts[KNOWN_TEXTS];  /* texts whose id was looked up last; `forget_texts` empties it */
+    uint32_t known_ids[KNOWN_TEXTS];
 } RequestRing;
 
 enum { PARENT_BYTES = 26, HAS_NO_PARENT = 0, HAS_PARENT = 1, NOT_PLAIN = 2 };
@@ -160,7 +164,7 @@ int add_hook_type(PyObject *module);
 int add_transformers_types(PyObject *module);
 int add_lag_type(PyObject *module);
 int add_forward_types(PyObject *module);
-int add_hook_names(void);
+int add_context_types(PyObject *module);
 int add_type(PyObject *module, const char *name, PyType_Spec *spec);
 
 #endif

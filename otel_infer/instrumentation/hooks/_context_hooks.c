@@ -7,13 +7,13 @@
  */
 #include "../../ringbuffer/_native.h"
 
-enum { ALIVE, BUSY, DATA, INPUT_IDS, MARK_FAILED, NUMEL, NAMES };
-static const char *const texts[NAMES] = {"alive", "busy", "data", "input_ids", "mark_failed", "numel"};
+enum { ALIVE, DATA, INPUT_IDS, MARK_FAILED, NUMEL, NAMES };
+static const char *const texts[NAMES] = {"alive", "data", "input_ids", "mark_failed", "numel"};
 static PyObject *names[NAMES];
 enum { RAISED = -1 };  /* `events.RAISED` */
 
 enum { REQUEST_TYPE, REQUEST_KEY, GET_CONTEXT, GET_SUPPRESSED };  /* items of `known` (`context_hooks.py`) */
-enum { THREAD_STATE, COUNT_TOKENS, STAGE };  /* items of `details` of a tokenizer */
+enum { COUNT_TOKENS, STAGE };  /* items of `details` of a tokenizer */
 
 void fetch_exception(PyObject **type, PyObject **exc, PyObject **traceback)
 {
@@ -56,6 +56,29 @@ static PyObject *find_request(CompiledHook *self)
     Py_XDECREF(context);
     return found;
 }
+
+/* ── the tokenizer call of a thread ────────────────────────────────────────────────────────────────────────── */
+
+static __thread char busy;  /* an attribute of a `threading.local` takes several cache misses */
+
+static PyObject *get_busy(PyObject *self, void *unused)
+{
+    (void)self, (void)unused;
+    return PyBool_FromLong(busy);
+}
+
+static int set_busy(PyObject *self, PyObject *value, void *unused)
+{
+    (void)self, (void)unused;
+    int is_true = value == NULL ? 0 : PyObject_IsTrue(value);
+    if (is_true >= 0) busy = (char)is_true;
+    return is_true < 0 ? -1 : 0;
+}
+
+static PyGetSetDef call_properties[] = {{"busy", get_busy, set_busy, NULL, NULL}, {NULL, NULL, NULL, NULL, NULL}};
+static PyType_Slot call_slots[] = {{Py_tp_new, PyType_GenericNew}, {Py_tp_getset, call_properties}, {0, NULL}};
+static PyType_Spec call_spec = {"otel_infer.ringbuffer._native.TokenizerCall", sizeof(PyObject), 0, Py_TPFLAGS_DEFAULT,
+                                call_slots};
 
 /* ── tokens ────────────────────────────────────────────────────────────────────────────────────────────────── */
 
@@ -107,13 +130,12 @@ static int64_t count_tokens(CompiledHook *self, PyObject *result)
 static PyObject *tokenize(CompiledHook *self, RequestState *request, PyObject *arguments, PyObject *named)
 {
     PyObject *type = NULL, *exc = NULL, *traceback = NULL, *done = NULL;
-    PyObject *thread_state = PyTuple_GetItem(self->details, THREAD_STATE), *stage = PyTuple_GetItem(self->details, STAGE);
+    PyObject *stage = PyTuple_GetItem(self->details, STAGE);
     int64_t started_at = read_clock(), items = RAISED;
-    if (PyObject_SetAttr(thread_state, names[BUSY], Py_True)) return NULL;
+    busy = 1;
     PyObject *result = PyObject_Call(self->original, arguments, named);
     if (result == NULL) PyErr_Fetch(&type, &exc, &traceback);
-    PyObject_SetAttr(thread_state, names[BUSY], Py_False);
-    PyErr_Clear();
+    busy = 0;
     int64_t at = read_clock();
     if (result != NULL) items = count_tokens(self, result);
     if (!PyErr_Occurred() && !write_stage(request, at, stage, started_at, items))
@@ -138,11 +160,9 @@ static PyObject *call_tokenizer(CompiledHook *self, PyObject *arguments, PyObjec
     if (found == NULL) return PyObject_Call(self->original, arguments, named);
     if (Py_TYPE(found) != (PyTypeObject *)PyTuple_GetItem(self->known, REQUEST_TYPE))
         result = PyObject_Call(self->call_slowly, arguments, named);
-    else if (!request->ended && !request->tokenizing &&
-             is_exactly(PyObject_GetAttr(PyTuple_GetItem(self->details, THREAD_STATE), names[BUSY]), Py_False) &&
-             is_alive(self))
+    else if (!request->ended && !request->tokenizing && !busy && is_alive(self))
         result = tokenize(self, request, arguments, named);
-    else result = PyErr_Occurred() ? NULL : PyObject_Call(self->original, arguments, named);
+    else result = PyObject_Call(self->original, arguments, named);
     Py_DECREF(found);
     return result;
 }
@@ -160,11 +180,11 @@ static PyObject *give_work(CompiledHook *self, PyObject *arguments, PyObject *na
 
 const HookPlace context_places[] = {{"tokenizer", call_tokenizer}, {"work for a thread", give_work}, {NULL, NULL}};
 
-int add_hook_names(void)
+int add_context_types(PyObject *module)
 {
     for (int i = 0; i < NAMES; i++) {
         names[i] = PyUnicode_InternFromString(texts[i]);
         if (names[i] == NULL) return -1;
     }
-    return 0;
+    return add_type(module, "TokenizerCall", &call_spec);
 }

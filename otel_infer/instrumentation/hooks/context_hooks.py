@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -26,12 +27,15 @@ def compile_thread_work(original: Function, hook: Hook, call: Function) -> Funct
     return compile_hook("work for a thread", _known, original, hook, call)
 
 
-def compile_tokenizer(
-    original: Function, hook: Hook, call: Function, thread_state: Any, count_tokens: Function
-) -> Function:
-    """Returns a compiled form of `call`: `original` is a stage of the current request, if there is one.
+def compile_tokenizer(original: Function, hook: Hook, call: Function, count_tokens: Function) -> Function:
+    """Returns a compiled form of `call`: `original` is a stage of the current request, if there is one."""
+    return compile_hook("tokenizer", _known, original, hook, call, (count_tokens, events.TOKENIZE))
 
-    `thread_state.busy`: whether the calling thread is inside such a stage.
-    """
-    details = thread_state, count_tokens, events.TOKENIZE
-    return compile_hook("tokenizer", _known, original, hook, call, details)
+
+class PythonTokenizerCall(threading.local):
+    """Whether this thread is inside a timed call of a tokenizer."""
+
+    busy = False
+
+
+tokenizer_call: PythonTokenizerCall = PythonTokenizerCall() if native is None else native.TokenizerCall()

@@ -8,9 +8,9 @@
 #include "../../ringbuffer/_native.h"
 
 enum {
-    ALIVE, CALL_ATTRIBUTE, CALL_IMPL, CHECK_DUE_AT, CLOSE, DICT, IS_COMPILING, SHAPE, THREAD, NAMES
+    ALIVE, CALL_ATTRIBUTE, CALL_IMPL, CHECK_DUE_AT, CLOSE, IS_COMPILING, SHAPE, THREAD, NAMES
 };
-static const char *const texts[NAMES] = {"alive", "_compiled_call_impl", "_call_impl", "check_due_at", "close", "__dict__",
+static const char *const texts[NAMES] = {"alive", "_compiled_call_impl", "_call_impl", "check_due_at", "close",
                                          "_is_compiling_flag", "shape", "thread"};
 static PyObject *names[NAMES];
 
@@ -59,7 +59,7 @@ static PyObject *find_by_id(PyObject *mapping, PyObject *object)
 /* Returns what the module holds itself, after `Module.compile`; None if that is nothing. */
 static PyObject *get_own_call(PyObject *module)
 {
-    PyObject *dict = PyObject_GetAttr(module, names[DICT]);
+    PyObject *dict = PyObject_GenericGetDict(module, NULL);  /* `module.__dict__`, without a look-up in its classes */
     if (dict == NULL) return NULL;
     PyObject *own = PyDict_Check(dict) ? PyDict_GetItemWithError(dict, names[CALL_ATTRIBUTE]) : NULL;
     own = take(own == NULL && !PyErr_Occurred() ? Py_None : own);
