@@ -145,3 +145,16 @@ def test_layouts_that_compiled_code_writes_itself() -> None:
     assert layouts[events.OperationNamed] == (43, "qSSS")
     assert layouts[events.RequestEnded] == (11, "qHSHIqq")
     assert layouts[events.ExchangeEnded][1] == "qBSHIqqSB"
+
+
+def test_text_is_named_again_after_its_table_was_swept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise its id would be given to another text."""
+    made = make_writer(True, monkeypatch)
+    stage = events.StageEnded(1, 0, "forward", 0)
+    for _ in range(2):  # the second event finds the text by its identity
+        made.write_event(1, stage)
+    table = made._string_table
+    table.ids.clear()
+    table.on_cleared()
+    made.write_event(1, stage)
+    assert table.ids["forward"]
