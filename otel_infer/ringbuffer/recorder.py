@@ -160,11 +160,15 @@ class Recorder:
 
     def record(self, handle: int, event: Any) -> None:
         """Records an event of a request."""
+        if handle:
+            self._write_event(handle, event)
+
+    def _write_event(self, handle: int, event: Any) -> None:
         writer = self.requests
-        if writer is not None and handle:
+        if writer is not None:
             try:
                 writer.write_event(handle, event)
-            except Exception as error:  # the request continues unrecorded
+            except Exception as error:  # the request, or the process, continues unrecorded
                 self.report_lost_event(error)
 
     def close_request(self, handle: int, ended: events.RequestEnded | events.ExchangeEnded) -> None:
@@ -199,12 +203,7 @@ class Recorder:
 
     def record_process(self, event: Any) -> None:
         """Records an event of this process, not of a request; does nothing where there are no rings."""
-        writer = self.requests
-        if writer is not None:
-            try:
-                writer.write_event(0, event)
-            except Exception as error:  # the process continues without the event
-                self.report_lost_event(error)
+        self._write_event(0, event)
 
     def record_startup(self, event: Any) -> None:
         """Records an event of the process start.
