@@ -18,6 +18,9 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 SOURCES = (
     "otel_infer/ringbuffer/_native.c",
     "otel_infer/instrumentation/asgi/_exchange.c",
+    "otel_infer/instrumentation/asgi/_event_loop_lag.c",
+    "otel_infer/instrumentation/hooks/_context_hooks.c",
+    "otel_infer/instrumentation/torch/_forward.c",
     "otel_infer/instrumentation/hooks/_compiled_hook.c",
     "otel_infer/instrumentation/transformers/_requests.c",
     "otel_infer/instrumentation/transformers/_generation.c",
@@ -46,7 +49,7 @@ def compile_module(sources: list[Path], module: Path) -> str:
     if os.environ.get("OTEL_INFER_NATIVE") == "off" or sysconfig.get_config_var("Py_GIL_DISABLED"):
         return "it is switched off, or this Python has no stable ABI"
     compiler = shlex.split(os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc")
-    flags = ["-O2", "-shared", "-fPIC", f"-I{sysconfig.get_path('include')}"]
+    flags = ["-O2", "-shared", "-fPIC", "-fvisibility=hidden", f"-I{sysconfig.get_path('include')}"]
     try:
         subprocess.run(
             [*compiler, *flags, *map(str, sources), "-o", str(module)],

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from otel_infer.instrumentation.hooks.context_hooks import compile_thread_work
 from otel_infer.instrumentation.hooks.instrumentor import Instrumentor
 from otel_infer.instrumentation.hooks.probe import Hook
 from otel_infer.instrumentation.hooks.suppression import torch_suppressed
@@ -45,7 +46,7 @@ def start_with_context(original: Callable[..., Any], hook: Hook) -> Callable[...
                 hook.mark_failed(exc)
         return original(self)
 
-    return start_with_context
+    return compile_thread_work(original, hook, start_with_context)
 
 
 def _run_in_context(
@@ -76,4 +77,4 @@ def submit_with_context(original: Callable[..., Any], hook: Hook) -> Callable[..
             return original(self, ThreadContext(request).run, fn, *args, **kwargs)
         return original(self, fn, *args, **kwargs)
 
-    return submit_with_context
+    return compile_thread_work(original, hook, submit_with_context)

@@ -65,8 +65,23 @@ static int pack_number(char *to, char kind, PyObject *value, int *size)
     return 0;
 }
 
+/* Stores the id of a text, which is found by the identity of the object: a look-up by hash has several cache misses. */
+static void remember_text(RequestRing *self, size_t place, PyObject *text, PyObject *id)
+{
+    PyObject *old = self->known_texts[place];
+    self->known_ids[place] = (uint32_t)PyLong_AsUnsignedLong(id);
+    Py_INCREF(text);
+    self->known_texts[place] = text;
+    Py_XDECREF(old);
+}
+
 static int pack_text(RequestRing *self, char *to, char kind, PyObject *text, int *size)
 {
+    size_t place = ((uintptr_t)text >> 4) % KNOWN_TEXTS;
+    if (self->known_texts[place] == text && (kind == 'S' || self->known_ids[place] <= UINT16_MAX)) {
+        memcpy(to, &self->known_ids[place], *size = kind == 'S' ? 4 : 2);
+        return 0;
+    }
     PyObject *id = PyDict_GetItemWithError(self->strings, text), *made = NULL;
     if (id == NULL) {
         if (PyErr_Occurred()) return -1;
@@ -77,6 +92,7 @@ static int pack_text(RequestRing *self, char *to, char kind, PyObject *text, int
         if (id == NULL) return -1;
     }
     int failed = pack_number(to, kind == 'S' ? 'I' : 'H', id, size);
+    if (made == NULL && !failed && PyUnicode_CheckExact(text)) remember_text(self, place, text, id);
     Py_XDECREF(made);
     return failed;
 }
@@ -253,6 +269,11 @@ static uint64_t *header_word(RequestRing *self, int word)
     return (uint64_t *)self->memory.buf + word;
 }
 
+uint64_t count_offered(RequestRing *ring)
+{
+    return *header_word(ring, W_OFFERED);
+}
+
 /* Returns the handle of a free slot; 0 if there is none. The oldest is used first, so that generations repeat late. */
 static uint32_t take_slot(RequestRing *self)
 {
@@ -391,12 +412,27 @@ static int find_parent(PyObject *headers, char *parent)
     return found;
 }
 
+enum { SAMPLED = 1, REMOTE_PARENT = 2 };  /* `events.SAMPLED`, `events.REMOTE_PARENT` */
+
+/* Writes the arrival of a request whose other ids and names are in `body`. */
+static void store_opened(RequestRing *self, char *body, int64_t at, uint16_t flags, OpenedRequest *opened)
+{
+    struct timespec wall;
+    fill_random_id(self, body + 32);
+    clock_gettime(CLOCK_REALTIME, &wall);
+    int64_t wall_at = (int64_t)wall.tv_sec * 1000000000 + wall.tv_nsec - read_clock() + at;
+    memcpy(body, &at, 8);
+    memcpy(body + 8, &wall_at, 8);
+    memcpy(body + FLAGS_AT, &flags, 2);
+    memcpy(opened->trace, body + 16, 40);
+    opened->flags = flags;
+    opened->handle = store_arrival(self, body);
+}
+
 int open_by_headers(RequestRing *self, PyObject *headers, PyObject *name, int64_t at, uint16_t flags,
                     int root_sampled, int follows_parent, OpenedRequest *opened)
 {
-    enum { SAMPLED = 1, REMOTE_PARENT = 2 };  /* `events.SAMPLED`, `events.REMOTE_PARENT` */
     char body[2 * PART_BYTES] = {0};
-    struct timespec wall;
     int size, found = PyList_Check(headers) ? find_parent(headers, opened->remote) : NOT_PLAIN;
     if (found == NOT_PLAIN) return 1;
     if (pack_text(self, body + FLAGS_AT + 8, 'T', name, &size)) return -1;
@@ -410,17 +446,21 @@ int open_by_headers(RequestRing *self, PyObject *headers, PyObject *name, int64_
         fill_random_id(self, body + 16);
         fill_random_id(self, body + 24);
     }
-    if (root_sampled) flags |= SAMPLED;
-    fill_random_id(self, body + 32);
     fill_random_id(self, body + 48);
-    clock_gettime(CLOCK_REALTIME, &wall);
-    int64_t wall_at = (int64_t)wall.tv_sec * 1000000000 + wall.tv_nsec - read_clock() + at;
-    memcpy(body, &at, 8);
-    memcpy(body + 8, &wall_at, 8);
-    memcpy(body + FLAGS_AT, &flags, 2);
-    memcpy(opened->trace, body + 16, 40);
-    opened->flags = flags;
-    opened->handle = store_arrival(self, body);
+    store_opened(self, body, at, root_sampled ? flags | SAMPLED : flags, opened);
+    return 0;
+}
+
+int open_root(RequestRing *self, PyObject *const *names, int64_t at, uint16_t flags, int root_sampled,
+              OpenedRequest *opened)
+{
+    char body[2 * PART_BYTES] = {0};
+    int size;
+    for (int i = 0; i < 4; i++)
+        if (pack_text(self, body + FLAGS_AT + 2 + 2 * i, 'T', names[i], &size)) return -1;
+    fill_random_id(self, body + 16);
+    fill_random_id(self, body + 24);
+    store_opened(self, body, at, root_sampled ? flags | SAMPLED : flags, opened);
     return 0;
 }
 
@@ -445,6 +485,13 @@ static PyObject *next_cell(RequestRing *self, PyObject *unused)
 {
     (void)unused;
     return PyLong_FromUnsignedLongLong(self->next_cell++);
+}
+
+static PyObject *forget_texts(RequestRing *self, PyObject *unused)
+{
+    (void)unused;
+    for (int i = 0; i < KNOWN_TEXTS; i++) Py_CLEAR(self->known_texts[i]);
+    Py_RETURN_NONE;
 }
 
 static int add_layout(PyObject *layouts, PyObject *event, PyObject *described)
@@ -508,6 +555,7 @@ static int visit_request_ring(RequestRing *self, visitproc visit, void *arg)
     Py_VISIT(self->strings);
     Py_VISIT(self->intern);
     Py_VISIT(self->write_long);
+    for (int i = 0; i < KNOWN_TEXTS; i++) Py_VISIT(self->known_texts[i]);
     return 0;
 }
 
@@ -517,6 +565,7 @@ static int clear_request_ring(RequestRing *self)
     Py_CLEAR(self->strings);
     Py_CLEAR(self->intern);
     Py_CLEAR(self->write_long);
+    for (int i = 0; i < KNOWN_TEXTS; i++) Py_CLEAR(self->known_texts[i]);
     return 0;
 }
 
@@ -541,6 +590,7 @@ static PyMethodDef request_ring_methods[] = {
      "span. Returns handle, ids, flags and remote parent; None if the propagators must read the headers."},
     {"close_request", (PyCFunction)(void (*)(void))close_request, METH_FASTCALL,
      "close_request(handle, ended): writes the end of a request and frees its slot."},
+    {"forget_texts", (PyCFunction)forget_texts, METH_NOARGS, "forget_texts(): ids of texts are looked up again."},
     {"next_cell", (PyCFunction)next_cell, METH_NOARGS, "next_cell(): reserves a cell and returns its number, from 0."},
     {NULL, NULL, 0, NULL}};
 
@@ -723,7 +773,8 @@ static int fill_module(PyObject *module)
     request_ring_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &request_ring_spec, NULL);
     return request_ring_type == NULL || PyModule_AddObjectRef(module, "RequestRing", (PyObject *)request_ring_type) || add_type(module, "StepRing", &step_ring_spec) ||
            add_exchange_types(module) || add_hook_type(module) || add_transformers_types(module) ||
-           add_generation_types(module) ? -1 : 0;
+           add_generation_types(module) || add_forward_types(module) || add_context_types(module) ||
+           add_lag_type(module) ? -1 : 0;
 }
 
 static PyModuleDef_Slot module_slots[] = {{Py_mod_exec, fill_module}, {0, NULL}};

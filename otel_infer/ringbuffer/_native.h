@@ -10,6 +10,8 @@
 #include <structmember.h>
 #include <time.h>
 
+enum { KNOWN_TEXTS = 16 };
+
 typedef struct {
     PyObject_HEAD
     Py_buffer memory;
@@ -23,6 +25,8 @@ typedef struct {
     char retired;  /* it belongs to the parent process, or is closed: nothing may be written */
     PyObject *layouts;  /* event type → bytes that hold a Layout */
     PyObject *strings, *intern, *write_long;
+    PyObject *known_texts[KNOWN_TEXTS];  /* texts whose id was looked up last; `forget_texts` empties it */
+    uint32_t known_ids[KNOWN_TEXTS];
 } RequestRing;
 
 enum { PARENT_BYTES = 26, HAS_NO_PARENT = 0, HAS_PARENT = 1, NOT_PLAIN = 2 };
@@ -36,24 +40,7 @@ typedef struct {
     uint32_t handle;
 } OpenedRequest;
 
-int64_t read_clock(void);
-int is_ring(PyObject *object);
-
-/* Opens a request by its ASGI headers. Returns 0; 1 if the propagators must read them; -1 after an exception. */
-int open_by_headers(RequestRing *ring, PyObject *headers, PyObject *name, int64_t at, uint16_t flags,
-                    int root_sampled, int follows_parent, OpenedRequest *opened);
-
-/* Writes an event of one cell; `body` has 40 bytes. */
-void write_cell(RequestRing *ring, int code, uint32_t handle, const char *body);
-int intern_text(RequestRing *ring, PyObject *text, uint32_t *id);
-void free_slot(RequestRing *ring, uint32_t handle);
-
-/* Writes an event of any length, at most 64 parts, in as many cells as it needs. */
-void write_long(RequestRing *ring, int code, uint32_t handle, const char *body, size_t length);
-/* Writes an attribute as `codec.pack_text` packs it. Returns 0 if a text is not plain: Python code must write it. */
-int write_attribute(RequestRing *ring, int code, uint32_t handle, int64_t at, PyObject *key, PyObject *value);
-
-/* ── types with references ─────────────────────────────────────────────────────────────────────────────────── */
+/* ── objects with references ─────────────────────────────────────────────────────────────────────────────────── */
 
 #define CLEAR(field) Py_CLEAR(self->field);
 #define VISIT(field) Py_VISIT(self->field);
@@ -89,17 +76,56 @@ static inline PyObject *take(PyObject *value)
     return value;
 }
 
-/* ── the request span's state (`instrumentation/asgi/_exchange.c`) ─────────────────────────────────────────── */
+static inline void *allocate(PyTypeObject *type)
+{
+    return ((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
+}
 
+/* ── requests ────────────────────────────────────────────────────────────────────────────────────────────────── */
+
+/* The fields of a request span (`tracing/request_state.py`). */
 typedef struct {
     PyObject_HEAD
     OpenedRequest opened;
-    struct PlainRequests *plain;  /* NULL: `identity` is set */
+    PyObject *make_identity;  /* NULL: `identity` is set */
     PyObject *ring, *identity, *around, *provider_spans, *owner, *on_token_reached, *engine_error;
+    PyObject *operation_names;  /* operation, provider and model, as recorded last; NULL = none */
     long long handle, arrived_at, chunks, send_wait_ns, detokenize_ns;
     char ended, has_server, inspect_next_chunk, responding, tokens_reached, first_token_sent, sends_directly;
-    char has_error_status;
+    char has_error_status, is_named, has_forward_name, tokenizing;
 } RequestState;
+
+/* Writes the end of a stage. Returns whether that is done; if not, without an exception, Python code must. */
+int write_stage(RequestState *self, int64_t at, PyObject *name, int64_t started_at, int64_t items);
+
+/* Writes operation, provider and model (a tuple of three texts), unless they are unchanged. Returns as above. */
+int write_operation(RequestState *self, PyObject *names);
+
+/* Writes the end of a request that succeeded, and frees its slot. Returns as above. */
+int close_succeeded(RequestState *self, int64_t at, PyObject *no_text, PyObject *empty_context);
+
+int64_t read_clock(void);
+int is_ring(PyObject *object);
+
+/* Opens a request by its ASGI headers. Returns 0; 1 if the propagators must read them; -1 after an exception. */
+int open_by_headers(RequestRing *ring, PyObject *headers, PyObject *name, int64_t at, uint16_t flags,
+                    int root_sampled, int follows_parent, OpenedRequest *opened);
+
+/* Opens a request of a new trace. `names`: operation, provider, model and name of its span. Returns 0; -1 after an
+ * exception. */
+int open_root(RequestRing *ring, PyObject *const *names, int64_t at, uint16_t flags, int root_sampled,
+              OpenedRequest *opened);
+
+/* Writes an event of one cell; `body` has 40 bytes. */
+void write_cell(RequestRing *ring, int code, uint32_t handle, const char *body);
+int intern_text(RequestRing *ring, PyObject *text, uint32_t *id);
+void free_slot(RequestRing *ring, uint32_t handle);
+uint64_t count_offered(RequestRing *ring);
+
+/* Writes an event of any length, at most 64 parts, in as many cells as it needs. */
+void write_long(RequestRing *ring, int code, uint32_t handle, const char *body, size_t length);
+/* Writes an attribute as `codec.pack_text` packs it. Returns 0 if a text is not plain: Python code must write it. */
+int write_attribute(RequestRing *ring, int code, uint32_t handle, int64_t at, PyObject *key, PyObject *value);
 
 /* Returns the ring of a request that can be written; NULL if Python code must find out. */
 RequestRing *get_ring(RequestState *request);
@@ -126,12 +152,25 @@ int report_failure(CompiledHook *self);
 /* Returns the result of the library's function, after our own code; `failed`: that code has set an exception. */
 PyObject *return_after(CompiledHook *self, PyObject *result, int failed);
 
+/* Takes the exception that is being raised, with its traceback; `drop_exception` or `PyErr_Restore` ends that. */
+void fetch_exception(PyObject **type, PyObject **exc, PyObject **traceback);
+void drop_exception(PyObject *type, PyObject *exc, PyObject *traceback);
+
+/* Disables a hook for the exception that is being raised. Afterwards one is set only if it is a signal handler's. */
+void mark_hook_failed(PyObject *hook);
+
+/* Returns whether a call or a look-up gave exactly this value. Takes the reference to `value`, which may be NULL. */
+int is_exactly(PyObject *value, PyObject *wanted);
+
 /* The places of the hooks, ended by one without a name, and the types of each source. */
-extern const HookPlace asgi_places[], transformers_places[], generation_places[];
+extern const HookPlace asgi_places[], transformers_places[], generation_places[], context_places[];
 int add_exchange_types(PyObject *module);
 int add_hook_type(PyObject *module);
 int add_transformers_types(PyObject *module);
 int add_generation_types(PyObject *module);
+int add_lag_type(PyObject *module);
+int add_forward_types(PyObject *module);
+int add_context_types(PyObject *module);
 int add_type(PyObject *module, const char *name, PyType_Spec *spec);
 
 #endif

@@ -37,6 +37,8 @@ class StringTable:
         take_cell: Callable[[], int],
     ) -> None:
         self.ids: dict[str, int] = {"": events.NONE}
+        self.on_cleared: Callable[[], object] = lambda: None
+        """Called when all ids are taken out of use, for compiled code that stores some."""
         self._memory, self._offset, self._words, self._take_cell = memory, offset, words, take_cell
         self._size, self._ring_cells = size, int(words[layout.W_CELLS])
         self._free = deque(range(1, size + 1))
@@ -73,6 +75,7 @@ class StringTable:
             if not self._swept_at:
                 self._unused = dict(self.ids)
                 self.ids.clear()
+                self.on_cleared()
                 self.ids[""] = events.NONE
                 self._swept_at = cell
             elif not self._closed_at:

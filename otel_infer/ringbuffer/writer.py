@@ -164,6 +164,7 @@ class RequestWriter:
             self._string_table.intern,
             self._write_long_event,
         )
+        self._string_table.on_cleared = ring.forget_texts
         self._next_cell = ring.next_cell
         self.write_event, self.open_request, self.close_request = (  # type: ignore[method-assign]
             ring.write_event,

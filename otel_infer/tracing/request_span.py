@@ -30,12 +30,8 @@ MAX_SHORT_NAME = 30
 
 
 class RequestSpan(RequestState, trace.Span):
-    """A request in flight: a live span of the API, through which instrumentors record the request's events.
+    """A request in flight: a live span of the API, through which instrumentors record the request's events."""
 
-    `tokenizing`: the engine tokenizes now and records that itself.
-    """
-
-    is_named = has_forward_name = tokenizing = False
     operation = engine = ""
     is_forked = False
     """The parent process of this one records the request; what this process does is below it."""
@@ -43,7 +39,7 @@ class RequestSpan(RequestState, trace.Span):
     _event_count = _link_count = 0
     _has_ok_status = _is_context_read = False
     _request_id = _response_id = ""
-    _operation_names = _expected_names = ("", "", "")
+    _expected_names = ("", "", "")
     _context: SpanContext | None = None
 
     def __init__(

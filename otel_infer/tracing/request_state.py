@@ -22,7 +22,9 @@ class PythonRequestState:
     `*_at`, `*_ns`: monotonic ns; 0 = not yet. `has_server`: its parent is a SERVER span of this package.
     `inspect_next_chunk`: the next chunk of the response may be the first, or the first with a token.
     `sends_directly`: the response's chunks reach the server without a frame of ours. `on_token_reached`: called
-    once, in any thread, when the first token has reached the part that serves the client.
+    once, in any thread, when the first token has reached the part that serves the client. `is_named`,
+    `has_forward_name`: its operation is known, or is a model's. `tokenizing`: the engine tokenizes now and
+    records that itself.
     """
 
     _span_ids: SpanIds | LazySpanIds
@@ -36,7 +38,8 @@ class PythonRequestState:
     _engine_error: str | None = None
     chunks = send_wait_ns = detokenize_ns = 0
     ended = inspect_next_chunk = responding = tokens_reached = first_token_sent = sends_directly = False
-    _has_error_status = False
+    _has_error_status = is_named = has_forward_name = tokenizing = False
+    _operation_names = ("", "", "")
     ring: Any = None
     """The compiled ring in which the request was opened; None where it is not built."""
 

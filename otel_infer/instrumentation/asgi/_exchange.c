@@ -116,7 +116,8 @@ static PyType_Spec plain_spec = {"otel_infer.ringbuffer._native.PlainRequests", 
 /* ── the request span's state ──────────────────────────────────────────────────────────────────────────────── */
 
 #define EACH_OF_REQUEST(DO)                                                                                          \
-    DO(plain) DO(ring) DO(identity) DO(around) DO(provider_spans) DO(owner) DO(on_token_reached) DO(engine_error)
+    DO(make_identity) DO(ring) DO(identity) DO(around) DO(provider_spans) DO(owner) DO(on_token_reached) DO(engine_error) \
+    DO(operation_names)
 DEFINE_REFERENCES(RequestState, EACH_OF_REQUEST)
 
 static PyObject *get_identity(RequestState *self, void *unused)
@@ -124,9 +125,9 @@ static PyObject *get_identity(RequestState *self, void *unused)
     (void)unused;
     if (self->identity == NULL) {
         const OpenedRequest *opened = &self->opened;
-        if (self->plain == NULL) Py_RETURN_NONE;
+        if (self->make_identity == NULL) Py_RETURN_NONE;
         PyObject *identity = PyObject_CallFunction(
-            self->plain->make_identity, "(y#y#y#y#)Hy#", opened->trace, (Py_ssize_t)16, opened->span, (Py_ssize_t)8,
+            self->make_identity, "(y#y#y#y#)Hy#", opened->trace, (Py_ssize_t)16, opened->span, (Py_ssize_t)8,
             opened->parent, (Py_ssize_t)8, opened->server, (Py_ssize_t)8, opened->flags, opened->remote,
             (Py_ssize_t)(opened->has_remote ? PARENT_BYTES : 0));
         if (identity == NULL) return NULL;
@@ -147,40 +148,121 @@ static int set_identity(RequestState *self, PyObject *value, void *unused)
     return 0;
 }
 
-/* record_stage(name, started_at, items=0) */
-static PyObject *record_stage(RequestState *self, PyObject *const *arguments, Py_ssize_t count)
-{
-    enum { CODE = 2 };  /* of `events.StageEnded`: q q S q, which a test checks */
-    int64_t at = read_clock();
-    if (count < 2 || count > 3) return PyErr_Format(PyExc_TypeError, "record_stage takes 2 or 3 arguments");
-    if (is_ring(self->ring) && !((RequestRing *)self->ring)->retired && self->handle) {
-        RequestRing *ring = (RequestRing *)take(self->ring);
-        char body[40] = {0};
-        uint32_t name;
-        int64_t started_at = PyLong_AsLongLong(arguments[1]), items = count == 3 ? PyLong_AsLongLong(arguments[2]) : 0;
-        int failed = PyErr_Occurred() || intern_text(ring, arguments[0], &name) || ring->retired;
-        if (!failed) {
-            memcpy(body, &at, 8);
-            memcpy(body + 8, &started_at, 8);
-            memcpy(body + 16, &name, 4);
-            memcpy(body + 20, &items, 8);
-            write_cell(ring, CODE, (uint32_t)self->handle, body);
-        }
-        Py_DECREF((PyObject *)ring);
-        if (!failed) Py_RETURN_NONE;
-        PyErr_Clear();
-    }
-    PyObject *items = count == 3 ? take(arguments[2]) : PyLong_FromLong(0);
-    PyObject *done = PyObject_CallMethod((PyObject *)self, "_write_stage", "LOOO", (long long)at, arguments[0], arguments[1],
-                                         items);
-    Py_XDECREF(items);
-    return done;
-}
-
 RequestRing *get_ring(RequestState *request)
 {
     RequestRing *ring = is_ring(request->ring) ? (RequestRing *)request->ring : NULL;
     return ring != NULL && !ring->retired && request->handle ? ring : NULL;
+}
+
+/* Writes the event if all before went well, and gives the ring back. Returns whether it is written. */
+static int finish_cell(RequestState *self, RequestRing *ring, int code, const char *body, int failed)
+{
+    if (failed) PyErr_Clear();
+    else if (ring->retired) failed = 1;
+    else write_cell(ring, code, (uint32_t)self->handle, body);
+    Py_DECREF((PyObject *)ring);
+    return !failed;
+}
+
+/* The layouts of the next three events are checked by a test. */
+int write_stage(RequestState *self, int64_t at, PyObject *name, int64_t started_at, int64_t items)
+{
+    enum { CODE = 2 };  /* of `events.StageEnded`: q q S q */
+    char body[40] = {0};
+    uint32_t id = 0;
+    RequestRing *ring = (RequestRing *)take((PyObject *)get_ring(self));
+    if (ring == NULL) return 0;
+    int failed = intern_text(ring, name, &id);
+    memcpy(body, &at, 8);
+    memcpy(body + 8, &started_at, 8);
+    memcpy(body + 16, &id, 4);
+    memcpy(body + 20, &items, 8);
+    return finish_cell(self, ring, CODE, body, failed);
+}
+
+int write_operation(RequestState *self, PyObject *names)
+{
+    enum { CODE = 43, MAX_SHORT_NAME = 30 };  /* of `events.OperationNamed`: q S S S; `request_span.MAX_SHORT_NAME` */
+    char body[40] = {0};
+    uint32_t id = 0;
+    int failed = 0, is_same = self->operation_names == NULL ? 0 : PyObject_RichCompareBool(names, self->operation_names, Py_EQ);
+    if (is_same > 0) return 1;
+    RequestRing *ring = is_same < 0 ? NULL : (RequestRing *)take((PyObject *)get_ring(self));
+    if (ring == NULL) {
+        PyErr_Clear();
+        return 0;
+    }
+    int64_t at = read_clock();
+    memcpy(body, &at, 8);
+    for (int i = 0; i < 3 && !failed; i++) {
+        PyObject *name = PyTuple_GetItem(names, i);
+        failed = name == NULL || !PyUnicode_CheckExact(name) || PyUnicode_GetLength(name) > MAX_SHORT_NAME ||
+                 intern_text(ring, name, &id);
+        memcpy(body + 8 + 4 * i, &id, 4);
+    }
+    if (!finish_cell(self, ring, CODE, body, failed)) return 0;
+    PyObject *old = self->operation_names;
+    self->operation_names = take(names);
+    Py_XDECREF(old);
+    return 1;
+}
+
+int close_succeeded(RequestState *self, int64_t at, PyObject *no_text, PyObject *empty_context)
+{
+    enum { CODE = 11 };  /* of `events.RequestEnded`: q H S H I q q */
+    char body[40] = {0};
+    uint32_t no_error = 0, chunks = (uint32_t)self->chunks;
+    RequestRing *ring = (RequestRing *)take((PyObject *)get_ring(self));
+    if (ring == NULL) return 0;
+    int failed = self->ended || self->has_error_status || (self->provider_spans && self->provider_spans != Py_None) ||
+                 (self->engine_error != NULL && PyObject_IsTrue(self->engine_error)) || at >= ring->deferred_due_at ||
+                 intern_text(ring, no_text, &no_error) || self->ended;
+    memcpy(body, &at, 8);
+    memcpy(body + 10, &no_error, 4);
+    memcpy(body + 16, &chunks, 4);
+    memcpy(body + 20, &self->send_wait_ns, 8);
+    memcpy(body + 28, &self->detokenize_ns, 8);
+    Py_INCREF((PyObject *)ring);
+    if (finish_cell(self, ring, CODE, body, failed)) free_slot(ring, (uint32_t)self->handle);
+    else failed = 1;
+    Py_DECREF((PyObject *)ring);
+    if (failed) return 0;
+    self->ended = 1;
+    Py_CLEAR(self->on_token_reached);
+    PyObject *around = self->around;  /* it may hold an earlier request of the same connection */
+    self->around = take(empty_context);
+    Py_XDECREF(around);
+    return 1;
+}
+
+/* record_stage(name, started_at, items=0) */
+static PyObject *record_stage(RequestState *self, PyObject *const *arguments, Py_ssize_t count)
+{
+    int64_t at = read_clock();
+    if (count < 2 || count > 3) return PyErr_Format(PyExc_TypeError, "record_stage takes 2 or 3 arguments");
+    int64_t started_at = PyLong_AsLongLong(arguments[1]), items = count == 3 ? PyLong_AsLongLong(arguments[2]) : 0;
+    if (PyErr_Occurred()) PyErr_Clear();
+    else if (write_stage(self, at, arguments[0], started_at, items)) Py_RETURN_NONE;
+    PyObject *slow_items = count == 3 ? take(arguments[2]) : PyLong_FromLong(0);
+    PyObject *done = PyObject_CallMethod((PyObject *)self, "_write_stage", "LOOO", (long long)at, arguments[0], arguments[1],
+                                         slow_items);
+    Py_XDECREF(slow_items);
+    return done;
+}
+
+static PyObject *get_operation_names(RequestState *self, void *unused)
+{
+    (void)unused;
+    return self->operation_names == NULL ? Py_BuildValue("(sss)", "", "", "") : take(self->operation_names);
+}
+
+static int set_operation_names(RequestState *self, PyObject *value, void *unused)
+{
+    (void)unused;
+    PyObject *old = self->operation_names;
+    self->operation_names = take(value);
+    Py_XDECREF(old);
+    return 0;
 }
 
 int mark_token_reached(RequestState *self)
@@ -218,7 +300,9 @@ static PyMethodDef request_methods[] = {
      "record_stage(name, started_at, items=0): records that a stage ended now, as `RequestState.record_stage`."},
     {NULL, NULL, 0, NULL}};
 static PyGetSetDef request_properties[] = {
-    {"_span_ids", (getter)get_identity, (setter)set_identity, NULL, NULL}, {NULL, NULL, NULL, NULL, NULL}};
+    {"_span_ids", (getter)get_identity, (setter)set_identity, NULL, NULL},
+    {"_operation_names", (getter)get_operation_names, (setter)set_operation_names, NULL, NULL},
+    {NULL, NULL, NULL, NULL, NULL}};
 static PyMemberDef request_members[] = {
     FIELD(RequestState, T_OBJECT, ring), FIELD(RequestState, T_OBJECT, around), FIELD(RequestState, T_OBJECT, provider_spans),
     FIELD(RequestState, T_OBJECT, owner), FIELD(RequestState, T_OBJECT, on_token_reached),
@@ -230,6 +314,8 @@ static PyMemberDef request_members[] = {
     FIELD(RequestState, T_BOOL, responding), FIELD(RequestState, T_BOOL, tokens_reached),
     FIELD(RequestState, T_BOOL, first_token_sent), FIELD(RequestState, T_BOOL, sends_directly),
     {"_has_error_status", T_BOOL, offsetof(RequestState, has_error_status), 0, NULL},
+    FIELD(RequestState, T_BOOL, is_named), FIELD(RequestState, T_BOOL, has_forward_name),
+    FIELD(RequestState, T_BOOL, tokenizing),
     {NULL, 0, 0, 0, NULL}};
 static PyType_Slot request_slots[] = {{Py_tp_new, PyType_GenericNew}, REFERENCE_SLOTS(RequestState),
                                       {Py_tp_members, request_members}, {Py_tp_getset, request_properties},
@@ -275,11 +361,6 @@ static int is_false(PyObject *owner, int name)
     PyObject *value = PyObject_GetAttr(owner, names[name]);
     Py_XDECREF(value);
     return value == Py_False;
-}
-
-static void *allocate(PyTypeObject *type)
-{
-    return ((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
 }
 
 /* Returns the code of the scope's method and scheme as they are now; 0 for those of no plain request. */
@@ -339,7 +420,7 @@ static RequestState *open_plain(PlainRequests *plain, PyObject *scope, int64_t a
         Py_DECREF((PyObject *)request);
         return NULL;
     }
-    request->plain = (PlainRequests *)take((PyObject *)plain);
+    request->make_identity = take(plain->make_identity);
     request->ring = (PyObject *)ring;  /* of its handle */
     request->around = take(plain->empty_context);
     request->owner = take(plain->owner);

@@ -14,10 +14,12 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import threading
+from typing import TYPE_CHECKING, Any
 
 from otel_infer import _clock
 from otel_infer.instrumentation.asgi.entry_point import AsgiEntryPoint
 from otel_infer.ringbuffer import events, layout
+from otel_infer.ringbuffer.native import native
 from otel_infer.ringbuffer.recorder import recorder
 
 CHECK_INTERVAL_NS = 50_000_000
@@ -26,31 +28,64 @@ MIN_LAG_NS = 20_000_000
 """Shorter lags are not recorded, because they are not noticed as a frozen server."""
 
 
-class _LagTimer:
+class PythonTimerState:
+    """The fields that compiled code reads and writes as well.
+
+    `ring`: the compiled ring of this process; None where it is not built. `options`: of the loop's `call_later`.
+    """
+
+    ring: Any
+    loop: asyncio.AbstractEventLoop
+    options: dict[str, Any]
+    due_at: int
+    offered: int
+    interval_ns: int
+    max_late_ns: int
+
+    def __call__(self) -> None:
+        self.check_lag()
+
+    def check_lag(self) -> None:
+        raise NotImplementedError
+
+
+if TYPE_CHECKING or native is None:
+    TimerState = PythonTimerState
+else:
+    TimerState = native.LagTimer
+
+
+class _LagTimer(TimerState):
     """A repeating timer on one loop. It stops when no request of this process arrived, and none is in flight.
 
+    Where it is compiled, only a check that records something or stops the timer calls `check_lag`.
     `entry_points`: those that it is the timer of.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
         self.entry_points: set[AsgiEntryPoint] = set()
-        self._offered = recorder.requests.words[layout.W_OFFERED] if recorder.requests is not None else 0
+        self.offered = recorder.requests.words[layout.W_OFFERED] if recorder.requests is not None else 0
         # An empty context, because the current one would keep the request alive.
-        self._context = contextvars.Context()
-        self._due_at = _clock.now() + CHECK_INTERVAL_NS
-        loop.call_later(CHECK_INTERVAL_S, self._check_lag, context=self._context)
+        self.options = {"context": contextvars.Context()}
+        self.interval_ns, self.max_late_ns = CHECK_INTERVAL_NS, MIN_LAG_NS
+        self._schedule(_clock.now())
 
-    def _check_lag(self) -> None:
+    def check_lag(self) -> None:
+        """Records a pause if the loop was late, and continues or stops the timer."""
         now, requests = _clock.now(), recorder.requests
-        if now - self._due_at > MIN_LAG_NS:
-            recorder.record_pause(events.PAUSE_EVENT_LOOP, self._due_at, now)
-        offered = requests.words[layout.W_OFFERED] if requests is not None else self._offered
-        if offered == self._offered and (requests is None or not requests.in_flight):
+        if now - self.due_at > MIN_LAG_NS:
+            recorder.record_pause(events.PAUSE_EVENT_LOOP, self.due_at, now)
+        offered = requests.words[layout.W_OFFERED] if requests is not None else self.offered
+        if offered == self.offered and (requests is None or not requests.in_flight):
             self._stop()
             return
-        self._offered, self._due_at = offered, now + CHECK_INTERVAL_NS
-        self.loop.call_later(CHECK_INTERVAL_S, self._check_lag, context=self._context)
+        self.offered, self.ring = offered, getattr(requests, "compiled", None)
+        self._schedule(now)
+
+    def _schedule(self, now: int) -> None:
+        self.due_at = now + CHECK_INTERVAL_NS
+        self.loop.call_later(CHECK_INTERVAL_S, self, **self.options)
 
     def _stop(self) -> None:
         _thread_timer.timer = None

@@ -57,7 +57,7 @@ static PyObject *bind_hook(CompiledHook *self, PyObject *instance, PyObject *own
 
 static HookCall find_call(const char *place)
 {
-    const HookPlace *const tables[] = {asgi_places, transformers_places, generation_places};
+    const HookPlace *const tables[] = {asgi_places, transformers_places, generation_places, context_places};
     for (size_t i = 0; i < sizeof tables / sizeof *tables; i++)
         for (const HookPlace *entry = tables[i]; entry->place != NULL; entry++)
             if (!strcmp(entry->place, place)) return entry->call;

@@ -21,7 +21,6 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
-from types import MethodType
 from typing import Any
 
 from otel_infer import _clock
@@ -32,6 +31,12 @@ from otel_infer.instrumentation.hooks.instrumentor import Instrumentor
 from otel_infer.instrumentation.hooks.probe import Hook
 from otel_infer.instrumentation.hooks.suppression import loading_for_engine, torch_suppressed
 from otel_infer.instrumentation.hooks.target import TargetMismatch
+from otel_infer.instrumentation.torch.call_descriptor import (
+    CALL_ATTRIBUTE,
+    CallDescriptor,
+    ModelNames,
+    get_call,
+)
 from otel_infer.ringbuffer import events
 from otel_infer.ringbuffer.recorder import recorder
 from otel_infer.tracing import request_span, start
@@ -44,12 +49,11 @@ ENGINE_MODULES = ("vllm.", "sglang.", "tensorrt_llm.")
 """Prefixes of engine modules. Their models are ignored, because one forward pass serves many requests."""
 
 _MODULE = "torch.nn.modules.module:Module"
-_CALL_ATTRIBUTE = "_compiled_call_impl"
 _LAYER_MODULES = "torch.nn.modules."
 
 _outermost_modules: dict[int, weakref.ref[Any]] = {}
 _patched_classes: weakref.WeakSet[type] = weakref.WeakSet()
-_model_names: dict[int, str] = {}
+_model_names: dict[int, ModelNames] = {}
 """Names of the outermost modules that were called, by their ids."""
 
 
@@ -59,70 +63,17 @@ class _TorchInstrumentor(Instrumentor):
     def remove(self) -> None:
         super().remove()
         for owner in list(_patched_classes):
-            if owner.__dict__.get(_CALL_ATTRIBUTE) is _call_descriptor:
-                delattr(owner, _CALL_ATTRIBUTE)
+            if owner.__dict__.get(CALL_ATTRIBUTE) is _call_descriptor:
+                delattr(owner, CALL_ATTRIBUTE)
         _patched_classes.clear()
 
 
 instrumentor = _TorchInstrumentor("torch", "torch", ("torch",), is_engine=True)
 
 
-class _CallDescriptor:
-    """The class attribute in place of `_compiled_call_impl`. Outermost modules get a traced call from it.
-
-    A module's own value (after `Module.compile`) stays in its `__dict__`, where torch keeps it.
-    """
-
-    hook = Hook("")
-    compiler: Any
-    is_dynamo_compiling: Callable[[], bool]
-    is_grad_enabled: Callable[[], bool]
-    is_tracing: Callable[[], bool]
-    tensor: Any
-
-    def bind_torch_functions(self) -> None:
-        """Stores the functions of torch that report compiling, tracing and gradients."""
-        import torch
-
-        self.compiler, self.tensor = torch.compiler, torch.Tensor
-        self.is_dynamo_compiling = torch.compiler.is_dynamo_compiling
-        self.is_tracing = getattr(
-            torch._C, "_is_tracing", torch.jit.is_tracing
-        )  # the latter calls the former
-        self.is_grad_enabled = torch.is_grad_enabled
-
-    def __get__(self, module: Any, owner: Any = None) -> Any:
-        if module is None:
-            return None
-        # `is_dynamo_compiling` is first: under torch.compile it is a constant, and dynamo skips the rest. With
-        # the flag it is `torch.compiler.is_compiling`, which is two calls.
-        if (
-            self.is_dynamo_compiling()
-            or self.compiler._is_compiling_flag
-            or torch_suppressed.get()
-            or id(module) not in _outermost_modules
-            or not self.hook.alive
-        ):
-            return module.__dict__.get(_CALL_ATTRIBUTE)
-        return MethodType(_call_traced, module)
-
-    def __set__(self, module: Any, value: Any) -> None:
-        module.__dict__[_CALL_ATTRIBUTE] = value
-
-    def __delete__(self, module: Any) -> None:
-        module.__dict__.pop(_CALL_ATTRIBUTE, None)
-
-    def __reduce__(self) -> Any:
-        # cloudpickle pickles classes of `__main__` by value. Elsewhere this becomes None, torch's default.
-        return type(None), ()
-
-
-_call_descriptor = _CallDescriptor()
-
-
 def _call_traced(module: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Calls a module as a stage of its request. Most calls enter no other function of ours but the last."""
-    inner = module.__dict__.get(_CALL_ATTRIBUTE) or module._call_impl
+    inner = module.__dict__.get(CALL_ATTRIBUTE) or module._call_impl
     started_at, token, handle = _clock.now(), None, UNTIMED
     try:
         request = None if _call_descriptor.is_tracing() else current_context().get(REQUEST_KEY)
@@ -130,7 +81,7 @@ def _call_traced(module: Any, /, *args: Any, **kwargs: Any) -> Any:
             request, token = _open_request(module)
         elif not request.is_named and not request.has_forward_name:  # the first model that served it
             request.has_forward_name = True
-            request.set_operation(OPERATION, PROVIDER, _model_names.get(id(module)) or _read_name(module))
+            request.set_operation(*(_model_names.get(id(module)) or _read_names(module)).operation)
         if request is not None and started_at >= timing.thread.check_due_at:
             handle = _begin_timing(module)
     except BaseException as exc:
@@ -164,15 +115,11 @@ def _open_request(module: Any) -> tuple[request_span.RequestSpan | None, Any]:
     """Returns a separate request for a call, and its context token; None if the call is not recorded."""
     if not recorder.active or _call_descriptor.is_grad_enabled() or _call_descriptor.is_tracing():
         return None, None
-    name = _model_names.get(id(module)) or _read_name(module)
+    (operation, provider, model), name = _model_names.get(id(module)) or _read_names(module)
     request = start.open_request(
-        f"{OPERATION} {name}",
-        owner=PROVIDER,
-        operation=OPERATION,
-        provider=PROVIDER,
-        model=name,
-        generative=False,
+        name, owner=PROVIDER, operation=operation, provider=provider, model=model, generative=False
     )
+    _call_descriptor.renew_separate_requests()
     return request, None if request is None else request.attach()
 
 
@@ -198,6 +145,13 @@ def _end_forward(
         request.close(*classify_exception(failure))
 
 
+def _end_failed(
+    request: request_span.RequestSpan, started_at: int, token: Any, failure: BaseException
+) -> None:
+    """Ends a call that compiled code began, and that raised."""
+    _end_forward(request, started_at, token, UNTIMED, failure, events.RAISED)
+
+
 def _begin_timing(module: Any) -> Any:
     """Begins device timing on the device of the module's weights; without weights on the thread's device."""
     device = None
@@ -211,9 +165,10 @@ def _begin_timing(module: Any) -> Any:
         return UNTIMED
 
 
-def _read_name(module: Any) -> str:
-    name = _model_names[id(module)] = read_model_name(module)
-    return name
+def _read_names(module: Any) -> ModelNames:
+    model = read_model_name(module)
+    names = _model_names[id(module)] = ModelNames((OPERATION, PROVIDER, model), f"{OPERATION} {model}")
+    return names
 
 
 def _read_batch_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
@@ -227,6 +182,10 @@ def _read_batch_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
             if isinstance(shape, tuple) and len(shape) >= 2:
                 return int(shape[0])
     return 0
+
+
+_call_descriptor = CallDescriptor(_outermost_modules, _call_traced)
+_call_descriptor.connect_compiled(_model_names, STAGE, PROVIDER, _end_failed, _read_batch_size)
 
 
 # ── outermost modules ────────────────────────────────────────────────────────────────────────────────────────────
@@ -245,8 +204,8 @@ _train_recursion = _TrainRecursion()
 def patch_train(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     """Returns a `train` that registers the module as outermost on `train(False)`, i.e. on `eval()`."""
     # torch is still being imported here: only modules up to `torch.nn.modules.module` are loaded.
-    if not hasattr(sys.modules["torch.nn.modules.module"].Module, _CALL_ATTRIBUTE):
-        raise TargetMismatch(_MODULE, f"there is no {_CALL_ATTRIBUTE}")
+    if not hasattr(sys.modules["torch.nn.modules.module"].Module, CALL_ATTRIBUTE):
+        raise TargetMismatch(_MODULE, f"there is no {CALL_ATTRIBUTE}")
     _call_descriptor.hook = hook
     for ref in list(_outermost_modules.values()):  # registered before an `uninstrument()`
         _patch_class(type(ref()))
@@ -281,7 +240,7 @@ def patch_optimized_module(original: Callable[..., Any], hook: Hook) -> Callable
     dynamo = sys.modules["torch._dynamo.eval_frame"]
     # Before torch 2.7 `skip_code` exists only in the C extension.
     skip_code = getattr(dynamo, "skip_code", None) or sys.modules["torch"]._C._dynamo.eval_frame.skip_code
-    for function in (_CallDescriptor.__get__, _call_traced, _open_request, _end_forward, _read_batch_size):
+    for function in (get_call, _call_traced, _open_request, _end_forward, _read_batch_size):
         skip_code(function.__code__)
 
     def init_optimized(self: Any, mod: Any, *args: Any, **kwargs: Any) -> None:
@@ -319,10 +278,10 @@ def _forget_module(module_id: int, ref: weakref.ref[Any]) -> None:
 
 def _patch_class(kind: type) -> bool:
     """Puts the descriptor on a class. Returns False if the class rejects new attributes."""
-    if not any(owner.__dict__.get(_CALL_ATTRIBUTE) is _call_descriptor for owner in kind.__mro__):
+    if not any(owner.__dict__.get(CALL_ATTRIBUTE) is _call_descriptor for owner in kind.__mro__):
         _call_descriptor.bind_torch_functions()
         try:
-            setattr(kind, _CALL_ATTRIBUTE, _call_descriptor)
+            setattr(kind, CALL_ATTRIBUTE, _call_descriptor)
         except (AttributeError, TypeError):
             return False
         _patched_classes.add(kind)

@@ -268,11 +268,6 @@ static int store_submission(TransformersRequests *known, Submission *made)
     return set(request, ENGINE, known->engine);
 }
 
-static void *allocate(PyTypeObject *type)
-{
-    return ((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
-}
-
 /* Returns the group of the one sequence of a request (`sequence_group.SequenceGroup`). */
 static PyObject *make_group(TransformersRequests *known, RequestState *request)
 {

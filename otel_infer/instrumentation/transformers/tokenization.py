@@ -6,12 +6,12 @@ Only the outermost call counts, because `apply_chat_template` calls the tokenize
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
 from otel_infer import _clock
+from otel_infer.instrumentation.hooks.context_hooks import compile_tokenizer, tokenizer_call
 from otel_infer.instrumentation.hooks.probe import Hook
 from otel_infer.instrumentation.transformers._instrumentor import instrumentor
 from otel_infer.instrumentation.transformers.generation_run import thread_state
@@ -22,15 +22,6 @@ from otel_infer.tracing.request_span import REQUEST_KEY
 
 _TOKENIZER = "transformers.tokenization_utils_base:PreTrainedTokenizerBase"
 _PROCESSOR = "transformers.processing_utils:ProcessorMixin"
-
-
-class _TokenizerCall(threading.local):
-    """Whether this thread is inside a timed call."""
-
-    busy = False
-
-
-tokenizer_call = _TokenizerCall()
 
 
 def _wrap_tokenize(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
@@ -55,7 +46,7 @@ def _wrap_tokenize(original: Callable[..., Any], hook: Hook) -> Callable[..., An
             hook.mark_failed(exc)
         return result
 
-    return tokenize_input
+    return compile_tokenizer(original, hook, tokenize_input, _token_count)
 
 
 def _wrap_decode(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
@@ -86,8 +77,10 @@ def _token_count(result: Any) -> int:
     named = getattr(result, "data", None)  # of a `BatchEncoding`, whose own methods would be three calls
     named = named if type(named) is dict else result
     ids = named["input_ids"] if hasattr(named, "keys") and "input_ids" in named else result
+    if hasattr(ids, "numel"):
+        return int(ids.numel())
     if hasattr(ids, "shape"):
-        return int(ids.numel()) if hasattr(ids, "numel") else int(ids.size)
+        return int(ids.size)
     if isinstance(ids, list):
         return sum(len(row) for row in ids) if ids and isinstance(ids[0], list) else len(ids)
     return 0

@@ -144,7 +144,22 @@ def test_compiled_steps_are_the_same_bytes(calls: list[tuple[str, tuple[int, ...
 
 
 def test_layouts_that_compiled_code_writes_itself() -> None:
-    """`_exchange.c` packs these two events by their layout."""
-    stage, ended = (writer._COMPILED_LAYOUTS[event] for event in (events.StageEnded, events.ExchangeEnded))
-    assert stage == (2, "qqSq")
-    assert ended[1] == "qBSHIqqSB"
+    """`_exchange.c` packs these events by their layout."""
+    layouts = writer._COMPILED_LAYOUTS
+    assert layouts[events.StageEnded] == (2, "qqSq")
+    assert layouts[events.OperationNamed] == (43, "qSSS")
+    assert layouts[events.RequestEnded] == (11, "qHSHIqq")
+    assert layouts[events.ExchangeEnded][1] == "qBSHIqqSB"
+
+
+def test_text_is_named_again_after_its_table_was_swept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise its id would be given to another text."""
+    made = make_writer(True, monkeypatch)
+    stage = events.StageEnded(1, 0, "forward", 0)
+    for _ in range(2):  # the second event finds the text by its identity
+        made.write_event(1, stage)
+    table = made._string_table
+    table.ids.clear()
+    table.on_cleared()
+    made.write_event(1, stage)
+    assert table.ids["forward"]

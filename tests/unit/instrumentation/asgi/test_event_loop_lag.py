@@ -18,7 +18,10 @@ from otel_infer import _clock
 from otel_infer.instrumentation.asgi import event_loop_lag
 from otel_infer.instrumentation.asgi.entry_point import AsgiEntryPoint
 from otel_infer.ringbuffer import layout
+from otel_infer.ringbuffer.native import native
 from otel_infer.ringbuffer.recorder import recorder
+from tests.support.frames import list_own_frames
+from tests.support.rings import Recording
 
 MS = 1_000_000
 
@@ -183,3 +186,49 @@ def test_loops_of_two_threads_have_separate_timers(pauses: list[Any]) -> None:
     for thread in threads:
         thread.join(10)
     assert len({id(timer) for timer in timers}) == 2
+
+
+# ── the compiled check ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def compiled_timer(
+    recording: Recording, loop: Loop, monkeypatch: pytest.MonkeyPatch
+) -> event_loop_lag._LagTimer:
+    """Returns a timer whose first check was made by Python code, as the real clock shows it."""
+    monkeypatch.setattr(_clock, "now", time.monotonic_ns)
+    assert recorder.ensure_rings() and recorder.requests is not None
+    recorder.requests.words[layout.W_OFFERED] = 1
+    event_loop_lag.watch_event_loop()
+    timer = event_loop_lag._thread_timer.timer
+    assert timer is not None
+    recorder.requests.words[layout.W_OFFERED] = 2
+    timer.check_lag()
+    loop.timers.clear()
+    return timer
+
+
+@pytest.mark.skipif(native is None, reason="the compiled module is not built")
+def test_usual_check_enters_no_python_code(compiled_timer: event_loop_lag._LagTimer, loop: Loop) -> None:
+    assert recorder.requests is not None
+    recorder.requests.words[layout.W_OFFERED] = 3
+    due_at = compiled_timer.due_at
+    assert list_own_frames(compiled_timer) == []
+    assert compiled_timer.due_at > due_at and compiled_timer.offered == 3
+    assert [call for _, call in loop.timers] == [compiled_timer]
+
+
+@pytest.mark.skipif(native is None, reason="the compiled module is not built")
+@pytest.mark.parametrize("why", ["late", "no requests", "other ring"])
+def test_unusual_check_is_made_by_python_code(
+    compiled_timer: event_loop_lag._LagTimer, recording: Recording, why: str
+) -> None:
+    assert recorder.requests is not None
+    if why != "no requests":
+        recorder.requests.words[layout.W_OFFERED] = 3
+    if why == "late":
+        compiled_timer.due_at -= 100 * MS
+    if why == "other ring":
+        recorder.requests.retire()
+    assert "_LagTimer.check_lag" in list_own_frames(compiled_timer)
+    assert (event_loop_lag._thread_timer.timer is None) == (why == "no requests")

@@ -76,23 +76,26 @@ class Encoder(Module):
 class FakeTorch:
     """The torch state that the instrumentation reads."""
 
-    grad = compiling = tracing = _is_compiling_flag = False
+    grad = tracing = _is_compiling_flag = False
 
 
 @pytest.fixture
 def torch(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeTorch]:
     fake = FakeTorch()
-    monkeypatch.setattr(forward_hooks, "_outermost_modules", {})
+    others = dict(forward_hooks._outermost_modules)  # of tests with the real torch
+    forward_hooks._outermost_modules.clear()
     monkeypatch.setattr(forward_hooks, "_patched_classes", weakref.WeakSet())
     calls = forward_hooks._call_descriptor
     monkeypatch.setattr(calls, "hook", Hook("stand-in"))
     monkeypatch.setattr(calls, "bind_torch_functions", lambda: None)
-    monkeypatch.setattr(calls, "is_dynamo_compiling", lambda: fake.compiling, raising=False)
+    monkeypatch.setattr(calls, "is_dynamo_compiling", lambda: False, raising=False)
     monkeypatch.setattr(calls, "compiler", fake, raising=False)
     monkeypatch.setattr(calls, "tensor", Tensor, raising=False)
     monkeypatch.setattr(calls, "is_tracing", lambda: fake.tracing, raising=False)
     monkeypatch.setattr(calls, "is_grad_enabled", lambda: fake.grad, raising=False)
     yield fake
+    forward_hooks._outermost_modules.clear()
+    forward_hooks._outermost_modules.update(others)
     for owner in list(forward_hooks._patched_classes):
         delattr(owner, "_compiled_call_impl")
 
@@ -164,7 +167,7 @@ def test_training_loop_is_not_recorded(recording: Recording, torch: FakeTorch) -
     assert recording.records() == []
 
 
-@pytest.mark.parametrize("state", ["compiling", "tracing"])
+@pytest.mark.parametrize("state", ["_is_compiling_flag", "tracing"])
 def test_model_being_compiled_or_traced_is_not_recorded(
     recording: Recording, torch: FakeTorch, state: str
 ) -> None:
@@ -202,8 +205,10 @@ def test_failed_device_timing_keeps_stage_and_end(
 
     monkeypatch.setattr(forward_hooks.timing, "begin", lambda **more: 1)
     monkeypatch.setattr(forward_hooks.timing, "end", fail)
-    monkeypatch.setattr(forward_hooks.timing.thread, "check_due_at", 0)
-    watch_module(Encoder())(Tensor(3, 7))
+    # A new thread looks for a device in its first call.
+    thread = threading.Thread(target=watch_module(Encoder()), args=(Tensor(3, 7),))
+    thread.start()
+    thread.join()
     (record,) = recording.records()
     assert (record.outcome, stages_of(record)) == (events.OK, ["forward"])
     assert not forward_hooks._call_descriptor.hook.alive

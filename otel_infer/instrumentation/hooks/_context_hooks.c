@@ -1,0 +1,190 @@
+/* Hooks that depend on the current request, which most calls of these functions lack.
+ *
+ *     work for a thread    no request is current and torch is not suppressed: the original is called
+ *     tokenizer            no request is current: the original is called; else the call is a stage of the request
+ *
+ * All else calls the hook's Python code, before anything is recorded.
+ */
+#include "../../ringbuffer/_native.h"
+
+enum { ALIVE, DATA, INPUT_IDS, MARK_FAILED, NUMEL, NAMES };
+static const char *const texts[NAMES] = {"alive", "data", "input_ids", "mark_failed", "numel"};
+static PyObject *names[NAMES];
+enum { RAISED = -1 };  /* `events.RAISED` */
+
+enum { REQUEST_TYPE, REQUEST_KEY, GET_CONTEXT, GET_SUPPRESSED };  /* items of `known` (`context_hooks.py`) */
+enum { COUNT_TOKENS, STAGE };  /* items of `details` of a tokenizer */
+
+void fetch_exception(PyObject **type, PyObject **exc, PyObject **traceback)
+{
+    PyErr_Fetch(type, exc, traceback);
+    PyErr_NormalizeException(type, exc, traceback);
+    if (*traceback != NULL && *exc != NULL) PyException_SetTraceback(*exc, *traceback);
+}
+
+void drop_exception(PyObject *type, PyObject *exc, PyObject *traceback)
+{
+    Py_XDECREF(type);
+    Py_XDECREF(exc);
+    Py_XDECREF(traceback);
+}
+
+void mark_hook_failed(PyObject *hook)
+{
+    PyObject *type, *exc, *traceback;
+    fetch_exception(&type, &exc, &traceback);
+    PyObject *mark = PyObject_GetAttr(hook, names[MARK_FAILED]);
+    PyObject *done = mark == NULL || exc == NULL ? NULL : PyObject_CallFunctionObjArgs(mark, exc, NULL);
+    Py_XDECREF(mark);
+    Py_XDECREF(done);
+    drop_exception(type, exc, traceback);
+}
+
+int is_exactly(PyObject *value, PyObject *wanted)
+{
+    Py_XDECREF(value);
+    return value == wanted;
+}
+
+/* Returns the request of the current context, as a new reference; NULL without an exception if there is none. */
+static PyObject *find_request(CompiledHook *self)
+{
+    PyObject *context = PyObject_CallNoArgs(PyTuple_GetItem(self->known, GET_CONTEXT));
+    PyObject *found = context != NULL && PyDict_Check(context)
+                          ? take(PyDict_GetItemWithError(context, PyTuple_GetItem(self->known, REQUEST_KEY)))
+                          : context != NULL ? take(Py_None) : NULL;
+    Py_XDECREF(context);
+    return found;
+}
+
+/* ── the tokenizer call of a thread ────────────────────────────────────────────────────────────────────────── */
+
+static __thread char busy;  /* an attribute of a `threading.local` takes several cache misses */
+
+static PyObject *get_busy(PyObject *self, void *unused)
+{
+    (void)self, (void)unused;
+    return PyBool_FromLong(busy);
+}
+
+static int set_busy(PyObject *self, PyObject *value, void *unused)
+{
+    (void)self, (void)unused;
+    int is_true = value == NULL ? 0 : PyObject_IsTrue(value);
+    if (is_true >= 0) busy = (char)is_true;
+    return is_true < 0 ? -1 : 0;
+}
+
+static PyGetSetDef call_properties[] = {{"busy", get_busy, set_busy, NULL, NULL}, {NULL, NULL, NULL, NULL, NULL}};
+static PyType_Slot call_slots[] = {{Py_tp_new, PyType_GenericNew}, {Py_tp_getset, call_properties}, {0, NULL}};
+static PyType_Spec call_spec = {"otel_infer.ringbuffer._native.TokenizerCall", sizeof(PyObject), 0, Py_TPFLAGS_DEFAULT,
+                                call_slots};
+
+/* ── tokens ────────────────────────────────────────────────────────────────────────────────────────────────── */
+
+static Py_ssize_t count_in_list(PyObject *ids)
+{
+    Py_ssize_t rows = PyList_Size(ids), count = 0;
+    if (rows == 0 || !PyList_Check(PyList_GetItem(ids, 0))) return rows;
+    for (Py_ssize_t i = 0; i < rows; i++) {
+        Py_ssize_t length = PyObject_Size(PyList_GetItem(ids, i));
+        if (length < 0) return -1;
+        count += length;
+    }
+    return count;
+}
+
+/* Returns the number of tokens in the `input_ids` of a `BatchEncoding`, or in a list; -1 if Python code must count, with
+ * or without an exception. */
+static int64_t count_usual(PyObject *result)
+{
+    if (PyList_CheckExact(result)) return count_in_list(result);
+    PyObject *data = PyObject_GetAttr(result, names[DATA]);
+    PyObject *ids = data != NULL && PyDict_CheckExact(data) ? take(PyDict_GetItemWithError(data, names[INPUT_IDS])) : NULL;
+    int64_t count = -1;
+    Py_XDECREF(data);
+    if (ids != NULL && PyList_CheckExact(ids)) count = count_in_list(ids);
+    else if (ids != NULL) {
+        PyObject *numel = PyObject_GetAttr(ids, names[NUMEL]);
+        PyObject *number = numel == NULL ? NULL : PyObject_CallNoArgs(numel);
+        if (number != NULL && PyLong_CheckExact(number)) count = PyLong_AsLongLong(number);
+        Py_XDECREF(numel);
+        Py_XDECREF(number);
+    }
+    Py_XDECREF(ids);
+    return count;
+}
+
+static int64_t count_tokens(CompiledHook *self, PyObject *result)
+{
+    int64_t count = count_usual(result);
+    if (count >= 0) return count;
+    PyErr_Clear();
+    PyObject *number = PyObject_CallFunctionObjArgs(PyTuple_GetItem(self->details, COUNT_TOKENS), result, NULL);
+    count = number == NULL ? -1 : PyLong_AsLongLong(number);
+    Py_XDECREF(number);
+    return count;
+}
+
+/* Calls the original as a stage of the request. */
+static PyObject *tokenize(CompiledHook *self, RequestState *request, PyObject *arguments, PyObject *named)
+{
+    PyObject *type = NULL, *exc = NULL, *traceback = NULL, *done = NULL;
+    PyObject *stage = PyTuple_GetItem(self->details, STAGE);
+    int64_t started_at = read_clock(), items = RAISED;
+    busy = 1;
+    PyObject *result = PyObject_Call(self->original, arguments, named);
+    if (result == NULL) PyErr_Fetch(&type, &exc, &traceback);
+    busy = 0;
+    int64_t at = read_clock();
+    if (result != NULL) items = count_tokens(self, result);
+    if (!PyErr_Occurred() && !write_stage(request, at, stage, started_at, items))
+        done = PyObject_CallMethod((PyObject *)request, "_write_stage", "LOLL", (long long)at, stage,
+                                   (long long)started_at, (long long)items);
+    Py_XDECREF(done);
+    if (PyErr_Occurred()) mark_hook_failed(self->hook);
+    if (PyErr_Occurred()) {  /* of a signal handler */
+        Py_CLEAR(result);
+        drop_exception(type, exc, traceback);
+    } else if (result == NULL) PyErr_Restore(type, exc, traceback);
+    return result;
+}
+
+/* ── places ────────────────────────────────────────────────────────────────────────────────────────────────── */
+
+static PyObject *call_tokenizer(CompiledHook *self, PyObject *arguments, PyObject *named)
+{
+    PyObject *found = find_request(self), *result;
+    if (found == NULL && PyErr_Occurred()) return NULL;
+    RequestState *request = (RequestState *)found;
+    if (found == NULL) return PyObject_Call(self->original, arguments, named);
+    if (Py_TYPE(found) != (PyTypeObject *)PyTuple_GetItem(self->known, REQUEST_TYPE))
+        result = PyObject_Call(self->call_slowly, arguments, named);
+    else if (!request->ended && !request->tokenizing && !busy && is_alive(self))
+        result = tokenize(self, request, arguments, named);
+    else result = PyObject_Call(self->original, arguments, named);
+    Py_DECREF(found);
+    return result;
+}
+
+/* A function that gives work to another thread. */
+static PyObject *give_work(CompiledHook *self, PyObject *arguments, PyObject *named)
+{
+    PyObject *found = find_request(self);
+    int passes = found == NULL && !PyErr_Occurred() &&
+                 is_exactly(PyObject_CallNoArgs(PyTuple_GetItem(self->known, GET_SUPPRESSED)), Py_False);
+    Py_XDECREF(found);
+    PyErr_Clear();
+    return PyObject_Call(passes ? self->original : self->call_slowly, arguments, named);
+}
+
+const HookPlace context_places[] = {{"tokenizer", call_tokenizer}, {"work for a thread", give_work}, {NULL, NULL}};
+
+int add_context_types(PyObject *module)
+{
+    for (int i = 0; i < NAMES; i++) {
+        names[i] = PyUnicode_InternFromString(texts[i]);
+        if (names[i] == NULL) return -1;
+    }
+    return add_type(module, "TokenizerCall", &call_spec);
+}

@@ -1,0 +1,41 @@
+"""Compiled forms of hooks that depend on the current request (`_context_hooks.c`), where they were built."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from otel_infer.instrumentation.hooks.compiled_hook import compile_hook
+from otel_infer.instrumentation.hooks.probe import Hook
+from otel_infer.instrumentation.hooks.suppression import torch_suppressed
+from otel_infer.ringbuffer import events
+from otel_infer.ringbuffer.native import native
+from otel_infer.tracing import context
+from otel_infer.tracing.request_span import REQUEST_KEY, RequestSpan
+
+_known = (
+    (RequestSpan, REQUEST_KEY, context.variable.get, torch_suppressed.get)
+    if native is not None and context.variable is not None
+    else None
+)
+Function = Callable[..., Any]
+
+
+def compile_thread_work(original: Function, hook: Hook, call: Function) -> Function:
+    """Returns a compiled form of `call`, which it calls if there is a request or a suppression to propagate."""
+    return compile_hook("work for a thread", _known, original, hook, call)
+
+
+def compile_tokenizer(original: Function, hook: Hook, call: Function, count_tokens: Function) -> Function:
+    """Returns a compiled form of `call`: `original` is a stage of the current request, if there is one."""
+    return compile_hook("tokenizer", _known, original, hook, call, (count_tokens, events.TOKENIZE))
+
+
+class PythonTokenizerCall(threading.local):
+    """Whether this thread is inside a timed call of a tokenizer."""
+
+    busy = False
+
+
+tokenizer_call: PythonTokenizerCall = PythonTokenizerCall() if native is None else native.TokenizerCall()
