@@ -15,7 +15,13 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-SOURCES = "otel_infer/ringbuffer/_native.c", "otel_infer/instrumentation/asgi/_exchange.c"
+SOURCES = (
+    "otel_infer/ringbuffer/_native.c",
+    "otel_infer/instrumentation/asgi/_exchange.c",
+    "otel_infer/instrumentation/hooks/_step_hook.c",
+    "otel_infer/instrumentation/transformers/_batches.c",
+    "otel_infer/instrumentation/vllm/_scheduler.c",
+)
 MODULE = "otel_infer/ringbuffer/_native.abi3.so"
 
 

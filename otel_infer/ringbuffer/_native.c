@@ -482,13 +482,13 @@ int is_ring(PyObject *object)
 
 /* ── step ring ──────────────────────────────────────────────────────────────────────────────────────────────── */
 
-typedef struct {
-    PyObject_HEAD
-    Py_buffer memory;
-    long long cells_written, offset, last_offset;
-    long long step, size, next_keyframe_step, next_keyframe_at, next_check_at, check_interval, keyframe_requests;
-    uint32_t scheduled_word, done_word;
-} StepRing;
+static PyTypeObject *step_ring_type;
+
+StepRing *get_step_ring(PyObject *object)
+{
+    StepRing *ring = object != NULL && PyObject_TypeCheck(object, step_ring_type) ? (StepRing *)object : NULL;
+    return ring == NULL || ring->retired ? NULL : ring;
+}
 
 /* Stores a record of one cell: counter, length and code, body, counter (`step_writer.pack_unchanged`). */
 static void store_record(StepRing *self, const char *middle)
@@ -522,27 +522,32 @@ static void check_keyframe(StepRing *self, int64_t at)
     }
 }
 
-static PyObject *write_unchanged(StepRing *self, PyObject *const *arguments, Py_ssize_t count)
+long long store_unchanged(StepRing *self, const long long *numbers, int64_t at)
 {
-    long long numbers[6] = {0};  /* size, KV blocks used and in all, running, waiting, instant */
-    if (read_numbers(arguments, count, count == 5 ? 5 : 6, numbers)) return NULL;
-    int64_t at = numbers[5] ? numbers[5] : read_clock();
     long long step = self->step + 1;
     if (at >= self->next_check_at) check_keyframe(self, at);
-    if (step >= self->next_keyframe_step || numbers[0] != self->size) return PyLong_FromLong(0);
+    if (step >= self->next_keyframe_step || numbers[0] != self->size) return 0;
     char middle[END_AT - CODE_AT] = {0};
     uint64_t numbered = (uint64_t)step;
     memcpy(middle, &self->scheduled_word, 4);
     memcpy(middle + 4, &at, 8);
     memcpy(middle + 12, &numbered, 8);
     for (int i = 0; i < 5; i++) {
-        if (numbers[i] < 0 || numbers[i] > UINT32_MAX) { fail_range(); return NULL; }
+        if (numbers[i] < 0 || numbers[i] > UINT32_MAX) return fail_range();
         uint32_t number = (uint32_t)numbers[i];
         memcpy(middle + 28 + 4 * i, &number, 4);
     }
     self->step = step;
     store_record(self, middle);
-    return PyLong_FromLongLong(step);
+    return step;
+}
+
+static PyObject *write_unchanged(StepRing *self, PyObject *const *arguments, Py_ssize_t count)
+{
+    long long numbers[6] = {0};  /* those of `store_unchanged`, instant */
+    if (read_numbers(arguments, count, count == 5 ? 5 : 6, numbers)) return NULL;
+    long long step = store_unchanged(self, numbers, numbers[5] ? numbers[5] : read_clock());
+    return step < 0 ? NULL : PyLong_FromLongLong(step);
 }
 
 static PyObject *check_keyframe_now(StepRing *self, PyObject *instant)
@@ -553,19 +558,22 @@ static PyObject *check_keyframe_now(StepRing *self, PyObject *instant)
     Py_RETURN_NONE;
 }
 
+void store_single_tokens(StepRing *self, long long step, int64_t at, uint32_t discarded)
+{
+    char middle[END_AT - CODE_AT] = {0};
+    memcpy(middle, &self->done_word, 4);
+    memcpy(middle + 4, &at, 8);
+    memcpy(middle + 12, &step, 8);
+    memcpy(middle + 28, &discarded, 4);
+    store_record(self, middle);
+}
+
 static PyObject *write_single_tokens(StepRing *self, PyObject *const *arguments, Py_ssize_t count)
 {
     long long numbers[3] = {0};  /* step, instant, discarded */
     if (read_numbers(arguments, count, count == 2 ? 2 : 3, numbers)) return NULL;
     if (numbers[2] < 0 || numbers[2] > UINT32_MAX) { fail_range(); return NULL; }
-    char middle[END_AT - CODE_AT] = {0};
-    uint32_t discarded = (uint32_t)numbers[2];
-    if (numbers[1] == 0) numbers[1] = read_clock();
-    memcpy(middle, &self->done_word, 4);
-    memcpy(middle + 4, &numbers[1], 8);
-    memcpy(middle + 12, &numbers[0], 8);
-    memcpy(middle + 28, &discarded, 4);
-    store_record(self, middle);
+    store_single_tokens(self, numbers[0], numbers[1] ? numbers[1] : read_clock(), (uint32_t)numbers[2]);
     Py_RETURN_NONE;
 }
 
@@ -605,6 +613,7 @@ static PyMethodDef step_ring_methods[] = {
 static PyMemberDef step_ring_members[] = {
     MEMBER(cells_written), MEMBER(offset), MEMBER(last_offset), MEMBER(step), MEMBER(size),
     MEMBER(next_keyframe_step), MEMBER(next_keyframe_at), MEMBER(next_check_at), MEMBER(keyframe_requests),
+    {"retired", T_BOOL, offsetof(StepRing, retired), 0, NULL},
     {NULL, 0, 0, 0, NULL}};
 
 static PyType_Slot step_ring_slots[] = {{Py_tp_init, init_step_ring},
@@ -634,8 +643,13 @@ static int fill_module(PyObject *module)
         return -1;
     }
     request_ring_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &request_ring_spec, NULL);
-    return request_ring_type == NULL || PyModule_AddObjectRef(module, "RequestRing", (PyObject *)request_ring_type) || add_type(module, "StepRing", &step_ring_spec) ||
-           add_exchange_types(module) ? -1 : 0;
+    step_ring_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &step_ring_spec, NULL);
+    return request_ring_type == NULL || step_ring_type == NULL ||
+                   PyModule_AddObjectRef(module, "RequestRing", (PyObject *)request_ring_type) ||
+                   PyModule_AddObjectRef(module, "StepRing", (PyObject *)step_ring_type) ||
+                   add_exchange_types(module) || add_step_types(module)
+               ? -1
+               : 0;
 }
 
 static PyModuleDef_Slot module_slots[] = {{Py_mod_exec, fill_module}, {0, NULL}};

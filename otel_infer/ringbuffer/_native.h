@@ -36,6 +36,16 @@ typedef struct {
     uint32_t handle;
 } OpenedRequest;
 
+/* The ring of an engine's steps (`step_ring.PythonStepRing`). */
+typedef struct {
+    PyObject_HEAD
+    Py_buffer memory;
+    long long cells_written, offset, last_offset;
+    long long step, size, next_keyframe_step, next_keyframe_at, next_check_at, check_interval, keyframe_requests;
+    uint32_t scheduled_word, done_word;
+    char retired;  /* it belongs to the parent process, or is closed: nothing may be written */
+} StepRing;
+
 int64_t read_clock(void);
 int is_ring(PyObject *object);
 
@@ -47,6 +57,17 @@ int open_by_headers(RequestRing *ring, PyObject *headers, PyObject *name, int64_
 void write_cell(RequestRing *ring, int code, uint32_t handle, const char *body);
 int intern_text(RequestRing *ring, PyObject *text, uint32_t *id);
 void free_slot(RequestRing *ring, uint32_t handle);
+
+/* Returns the object as a ring that may be written; NULL without an exception if it is none. */
+StepRing *get_step_ring(PyObject *object);
+
+/* Writes a batch with the members of the last one: size, KV blocks used and in all, running, waiting. Returns its step;
+ * 0 = its members must be written; -1 after an exception. */
+long long store_unchanged(StepRing *ring, const long long *numbers, int64_t at);
+void store_single_tokens(StepRing *ring, long long step, int64_t at, uint32_t discarded);
+
+/* The types of `instrumentation/hooks/_step_hook.c`. */
+int add_step_types(PyObject *module);
 
 /* The types of `instrumentation/asgi/_exchange.c`. */
 int add_exchange_types(PyObject *module);

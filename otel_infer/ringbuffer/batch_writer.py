@@ -74,6 +74,11 @@ class BatchWriter:
         self._writer = writer
         self.write_unchanged, self.write_single_tokens = writer.write_unchanged, writer.write_single_tokens
 
+    @property
+    def ring(self) -> StepWriter:
+        """The ring that is written, until it is detached."""
+        return self._writer
+
     def assign_to_thread(self) -> BatchWriter:
         """Records the calling thread as the writer from now on; returns the writer."""
         self._writer.words[layout.W_THREAD] = threading.get_native_id()
@@ -204,7 +209,7 @@ class BatchWriter:
 
         Later steps go to memory that is never read.
         """
-        self.alive = False
+        self.alive, self._writer.retired = False, True
         sizes = RingSizes(step_cells=8192)
         self._use_writer(StepWriter(MemoryArena(), "", "", sizes))
 

@@ -1,0 +1,51 @@
+/* Who records the steps of an engine: each records the frequent step, or returns 0 and has changed nothing.
+ *
+ * An exception that is set when 0 is returned is that of the attempt; the Python code runs into it again.
+ */
+#ifndef OTEL_INFER_STEP_HOOK_H
+#define OTEL_INFER_STEP_HOOK_H
+#include "../../ringbuffer/_native.h"
+
+/* `transformers/_batches.c` */
+int record_cb_schedule(PyObject *scheduler, PyObject *result);
+int record_cb_update(PyObject *result);
+int add_batch_types(PyObject *module);
+
+/* `vllm/_scheduler.c`. `begin_vllm_update` returns the steps of the scheduler, as a new reference, and the number of the
+ * step whose results come; it is called before the scheduler uses them. */
+int record_vllm_schedule(PyObject *scheduler, PyObject *output, PyObject *hook);
+PyObject *begin_vllm_update(PyObject *scheduler, PyObject *output, long long *step);
+int record_vllm_update(PyObject *steps, PyObject *scheduler, PyObject *output, PyObject *sampled, PyObject *result,
+                       long long step, int64_t at);
+int count_eviction(PyObject *counter);
+int add_scheduler_types(PyObject *module);
+
+/* Defines the three functions that a type with references needs. */
+#define CLEAR_REFERENCE(field) Py_CLEAR(self->field);
+#define VISIT_REFERENCE(field) Py_VISIT(self->field);
+#define DEFINE_STEP_REFERENCES(Type, EACH)                                                                           \
+    static int visit_##Type(Type *self, visitproc visit, void *arg)                                                  \
+    {                                                                                                                \
+        Py_VISIT(Py_TYPE((PyObject *)self));                                                                         \
+        EACH(VISIT_REFERENCE)                                                                                        \
+        return 0;                                                                                                    \
+    }                                                                                                                \
+    static int clear_##Type(Type *self)                                                                              \
+    {                                                                                                                \
+        EACH(CLEAR_REFERENCE)                                                                                        \
+        return 0;                                                                                                    \
+    }                                                                                                                \
+    static void free_##Type(Type *self)                                                                              \
+    {                                                                                                                \
+        PyTypeObject *type = Py_TYPE((PyObject *)self);                                                              \
+        PyObject_GC_UnTrack(self);                                                                                   \
+        FORGET_##Type(self);                                                                                         \
+        clear_##Type(self);                                                                                          \
+        ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);                                                          \
+        Py_DECREF(type);                                                                                             \
+    }
+#define STEP_REFERENCE_SLOTS(Type)                                                                                   \
+    {Py_tp_dealloc, free_##Type}, {Py_tp_traverse, visit_##Type}, {Py_tp_clear, clear_##Type}
+#define STEP_FIELD(Type, kind, name) {#name, kind, offsetof(Type, name), 0, NULL}
+
+#endif
