@@ -495,7 +495,7 @@ static void store_record(StepRing *self, const char *middle)
 {
     long long offset = self->offset;
     self->offset = offset < self->last_offset ? offset + CELL_BYTES : PAGE;
-    store_cell((char *)self->memory.buf + offset, (uint64_t)++self->cells_written, middle);
+    store_cell(self->cells + offset, (uint64_t)++self->cells_written, middle);
 }
 
 static int read_numbers(PyObject *const *arguments, Py_ssize_t count, Py_ssize_t wanted, long long *numbers)
@@ -514,7 +514,7 @@ static int read_numbers(PyObject *const *arguments, Py_ssize_t count, Py_ssize_t
 /* Makes the next step a keyframe if the last one is too old, or the reader requests one. */
 static void check_keyframe(StepRing *self, int64_t at)
 {
-    long long requests = *(volatile long long *)((char *)self->memory.buf + 8 * W_KEYFRAME_REQUESTED);
+    long long requests = *(volatile long long *)(self->cells + 8 * W_KEYFRAME_REQUESTED);
     self->next_check_at = at + self->check_interval;
     if (at >= self->next_keyframe_at || requests != self->keyframe_requests) {
         self->keyframe_requests = requests;
@@ -586,6 +586,7 @@ static int init_step_ring(StepRing *self, PyObject *arguments, PyObject *named)
                           &self->check_interval)) return -1;
     if (PyObject_GetBuffer(memory, &self->memory, PyBUF_WRITABLE)) return -1;
     if (self->last_offset < PAGE || self->last_offset + CELL_BYTES > self->memory.len) return fail_range();
+    self->cells = self->memory.buf;
     self->offset = PAGE;
     self->scheduled_word = (uint32_t)scheduled;
     self->done_word = (uint32_t)done;

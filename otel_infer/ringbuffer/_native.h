@@ -36,14 +36,15 @@ typedef struct {
     uint32_t handle;
 } OpenedRequest;
 
-/* The ring of an engine's steps (`step_ring.PythonStepRing`). */
+/* The ring of an engine's steps (`step_ring.PythonStepRing`); what each step needs comes first. */
 typedef struct {
     PyObject_HEAD
-    Py_buffer memory;
-    long long cells_written, offset, last_offset;
-    long long step, size, next_keyframe_step, next_keyframe_at, next_check_at, check_interval, keyframe_requests;
+    char *cells;
+    long long offset, last_offset, cells_written, step, size, next_keyframe_step, next_check_at;
     uint32_t scheduled_word, done_word;
     char retired;  /* it belongs to the parent process, or is closed: nothing may be written */
+    long long next_keyframe_at, check_interval, keyframe_requests;
+    Py_buffer memory;
 } StepRing;
 
 int64_t read_clock(void);

@@ -18,13 +18,17 @@ typedef struct {
 #define FORGET_StepHook(self) if ((self)->references != NULL) PyObject_ClearWeakRefs((PyObject *)(self))
 DEFINE_STEP_REFERENCES(StepHook, EACH_OF_HOOK)
 
-static PyObject *alive_name;
+/* What `probe.Hook` shares with C code. */
+typedef struct {
+    PyObject_HEAD
+    char alive;
+} HookState;
+
+static PyTypeObject *state_base;
 
 static int is_alive(StepHook *self)
 {
-    PyObject *alive = PyObject_GetAttr(self->hook, alive_name);
-    Py_XDECREF(alive);
-    return alive == Py_True;
+    return ((HookState *)self->hook)->alive;
 }
 
 /* Records a call in the frequent case, and returns whether that is done. */
@@ -64,7 +68,7 @@ static PyObject *call_update(StepHook *self, PyObject *arguments, PyObject *name
     int64_t at = read_clock();
     long long step = 0;
     PyObject *scheduler = NULL, *output = NULL, *sampled = NULL, *steps = NULL;
-    if (named == NULL && PyTuple_Size(arguments) == 3 && is_alive(self)) {
+    if ((named == NULL || !PyDict_Size(named)) && PyTuple_Size(arguments) == 3 && is_alive(self)) {
         scheduler = PyTuple_GetItem(arguments, 0);
         output = PyTuple_GetItem(arguments, 1);
         sampled = PyTuple_GetItem(arguments, 2);
@@ -118,6 +122,10 @@ static int init_hook(StepHook *self, PyObject *arguments, PyObject *named)
     (void)named;
     if (self->original != NULL || !PyArg_ParseTuple(arguments, "iOOOO", &place, &original, &record, &hook, &bind))
         return -1;
+    if (!PyObject_TypeCheck(hook, state_base)) {
+        PyErr_SetString(PyExc_TypeError, "the hook has no compiled state");
+        return -1;
+    }
     Py_INCREF(original);
     Py_INCREF(record);
     Py_INCREF(hook);
@@ -145,11 +153,33 @@ static PyType_Slot hook_slots[] = {{Py_tp_init, init_hook},       {Py_tp_new, Py
 static PyType_Spec hook_spec = {"otel_infer.ringbuffer._native.StepHook", sizeof(StepHook), 0,
                                 Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_METHOD_DESCRIPTOR, hook_slots};
 
+static PyObject *new_state(PyTypeObject *type, PyObject *arguments, PyObject *named)
+{
+    (void)arguments;
+    (void)named;
+    HookState *self = (HookState *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
+    if (self != NULL) self->alive = 1;
+    return (PyObject *)self;
+}
+
+static void free_state(PyObject *self)
+{
+    PyTypeObject *type = Py_TYPE(self);
+    ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
+    Py_DECREF(type);
+}
+
+static PyMemberDef state_members[] = {STEP_FIELD(HookState, T_BOOL, alive), {NULL, 0, 0, 0, NULL}};
+static PyType_Slot state_slots[] = {
+    {Py_tp_new, new_state}, {Py_tp_dealloc, free_state}, {Py_tp_members, state_members}, {0, NULL}};
+static PyType_Spec state_spec = {"otel_infer.ringbuffer._native.HookState", sizeof(HookState), 0,
+                                 Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE, state_slots};
+
 int add_step_types(PyObject *module)
 {
-    alive_name = PyUnicode_InternFromString("alive");
-    return alive_name == NULL || add_type(module, "StepHook", &hook_spec) || add_batch_types(module) ||
-                   add_scheduler_types(module)
+    state_base = (PyTypeObject *)PyType_FromModuleAndSpec(module, &state_spec, NULL);
+    return state_base == NULL || PyModule_AddObjectRef(module, "HookState", (PyObject *)state_base) ||
+                   add_type(module, "StepHook", &hook_spec) || add_batch_types(module) || add_scheduler_types(module)
                ? -1
                : 0;
 }

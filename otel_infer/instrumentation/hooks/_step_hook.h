@@ -6,6 +6,12 @@
 #define OTEL_INFER_STEP_HOOK_H
 #include "../../ringbuffer/_native.h"
 
+/* Returns whether the weak reference is to this object. */
+static inline int refers_to(PyObject *reference, PyObject *object)
+{
+    return reference != NULL && PyWeakref_Check(reference) && PyWeakref_GetObject(reference) == object;
+}
+
 /* `transformers/_batches.c` */
 int record_cb_schedule(PyObject *scheduler, PyObject *result);
 int record_cb_update(PyObject *result);

@@ -53,7 +53,7 @@ typedef struct {
 
 typedef struct {
     PyObject_HEAD
-    PyObject *ring, *in_flight, *last_states, *removed, *read_free, *flight_type, *pool;
+    PyObject *scheduler, *ring, *in_flight, *last_states, *removed, *read_free, *flight_type, *pool;
     StepFlight *spare;  /* a flight that is used again */
     long long timing_due_at, kv_total, free_scale, sector_bytes, pool_bytes;
     Allocator allocators[MAX_ALLOCATORS];
@@ -61,12 +61,12 @@ typedef struct {
     char closed, is_latest;
 } StepTracker;
 
-/* The tracker whose step was composed last; it does not keep it alive. */
+/* The tracker whose step was composed last; it is not kept alive. `scheduler` of it is a weak reference. */
 static StepTracker *latest;
 static PyTypeObject *tracker_base;
 
 #define EACH_OF_TRACKER(DO)                                                                                          \
-    DO(ring) DO(in_flight) DO(last_states) DO(removed) DO(read_free) DO(flight_type) DO(pool) DO(spare)
+    DO(scheduler) DO(ring) DO(in_flight) DO(last_states) DO(removed) DO(read_free) DO(flight_type) DO(pool) DO(spare)
 #define FORGET_StepTracker(self) if (latest == (self)) latest = NULL
 DEFINE_STEP_REFERENCES(StepTracker, EACH_OF_TRACKER)
 
@@ -189,7 +189,11 @@ static int is_decode(PyObject *scheduler, PyObject *futures, Py_ssize_t size)
 /* Returns the tracker of this scheduler if it may write, as a new reference; NULL if Python code must see to it. */
 static StepTracker *find_tracker(PyObject *scheduler)
 {
-    PyObject *found = PyObject_GetAttr(scheduler, names[BATCHES]);
+    PyObject *found;
+    if (latest != NULL && refers_to(latest->scheduler, scheduler)) {  /* without a look-up by name, with cold caches */
+        found = (PyObject *)latest;
+        Py_INCREF(found);
+    } else found = PyObject_GetAttr(scheduler, names[BATCHES]);
     StepTracker *self = (StepTracker *)found;
     if (found != NULL && PyObject_TypeCheck(found, tracker_base) && !self->closed && is_list(self->in_flight) &&
         is_list(self->last_states) && is_list(self->removed) && get_step_ring(self->ring) != NULL) return self;
@@ -273,7 +277,7 @@ static PyMethodDef tracker_methods[] = {
     {"make_latest", (PyCFunction)make_latest, METH_NOARGS, "make_latest(): its step was composed last."},
     {NULL, NULL, 0, NULL}};
 static PyMemberDef tracker_members[] = {
-    STEP_FIELD(StepTracker, T_OBJECT, ring), STEP_FIELD(StepTracker, T_OBJECT, in_flight),
+    STEP_FIELD(StepTracker, T_OBJECT, scheduler), STEP_FIELD(StepTracker, T_OBJECT, ring), STEP_FIELD(StepTracker, T_OBJECT, in_flight),
     STEP_FIELD(StepTracker, T_OBJECT, last_states), STEP_FIELD(StepTracker, T_OBJECT, removed),
     STEP_FIELD(StepTracker, T_OBJECT, read_free), STEP_FIELD(StepTracker, T_OBJECT, flight_type),
     STEP_FIELD(StepTracker, T_OBJECT, pool), STEP_FIELD(StepTracker, T_LONGLONG, timing_due_at),

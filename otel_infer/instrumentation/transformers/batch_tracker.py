@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from itertools import repeat
@@ -39,6 +40,7 @@ class PythonFlight:
 class PythonTracker:
     """The fields of a tracker that compiled code reads and writes as well."""
 
+    scheduler: Any = None
     ring: Any = None
     in_flight: list[Any]
     last_states: list[Any]
@@ -84,8 +86,10 @@ class BatchTracker(Tracker):
 
     __slots__ = ("blocks", "pid", "resting_runner", "writer")
 
-    def __init__(self, writer: BatchWriter, cache: Any) -> None:
+    def __init__(self, writer: BatchWriter, scheduler: Any) -> None:
+        cache = scheduler.cache
         self.writer, self.pid = writer, os.getpid()
+        self.scheduler = weakref.ref(scheduler)
         self.ring, self.flight_type = writer.ring, InFlightBatch
         self.resting_runner: Any = None
         self.removed, self.last_states, self.in_flight = [], [], []

@@ -52,7 +52,7 @@ def _create_tracker(scheduler: Any) -> BatchTracker | None:
     if writer is None:
         current_loop.latest = None
         return None
-    tracker = scheduler._otel_infer_batches = BatchTracker(writer, scheduler.cache)
+    tracker = scheduler._otel_infer_batches = BatchTracker(writer, scheduler)
     for other in current_loop.trackers:
         other.is_latest = False
     current_loop.trackers = [*filter(_is_alive, current_loop.trackers), tracker]

@@ -15,13 +15,16 @@ static PyObject *names[NAMES];
 
 typedef struct {
     PyObject_HEAD
-    PyObject *ring, *hook, *pid, *free_blocks, *removed, *removals;
+    PyObject *scheduler, *ring, *hook, *pid, *free_blocks, *removed, *removals;
     long long size, scheduled, done, waiting, total_blocks, report_due_at;
     char single_tokens, ended_early;
 } SchedulerSteps;
 
-#define EACH_OF_STEPS(DO) DO(ring) DO(hook) DO(pid) DO(free_blocks) DO(removed) DO(removals)
-#define FORGET_SchedulerSteps(self) (void)(self)
+/* The steps that were used last; they are not kept alive. `scheduler` of it is a weak reference. */
+static SchedulerSteps *latest;
+
+#define EACH_OF_STEPS(DO) DO(scheduler) DO(ring) DO(hook) DO(pid) DO(free_blocks) DO(removed) DO(removals)
+#define FORGET_SchedulerSteps(self) if (latest == (self)) latest = NULL
 DEFINE_STEP_REFERENCES(SchedulerSteps, EACH_OF_STEPS)
 static PyTypeObject *steps_base;
 
@@ -53,8 +56,12 @@ static int is_false(PyObject *owner, int name)
 /* Returns the steps of a scheduler as a new reference; NULL if there are none. */
 static SchedulerSteps *find_steps(PyObject *scheduler)
 {
+    if (latest != NULL && refers_to(latest->scheduler, scheduler)) {  /* without a look-up by name, with cold caches */
+        Py_INCREF((PyObject *)latest);
+        return latest;
+    }
     PyObject *found = PyObject_GetAttr(scheduler, names[BATCHES]);
-    if (found != NULL && PyObject_TypeCheck(found, steps_base)) return (SchedulerSteps *)found;
+    if (found != NULL && PyObject_TypeCheck(found, steps_base)) return latest = (SchedulerSteps *)found;
     Py_XDECREF(found);
     return NULL;
 }
@@ -144,7 +151,7 @@ int record_vllm_update(PyObject *steps, PyObject *scheduler, PyObject *output, P
 }
 
 static PyMemberDef steps_members[] = {
-    STEP_FIELD(SchedulerSteps, T_OBJECT, ring), STEP_FIELD(SchedulerSteps, T_OBJECT, hook),
+    STEP_FIELD(SchedulerSteps, T_OBJECT, scheduler), STEP_FIELD(SchedulerSteps, T_OBJECT, ring), STEP_FIELD(SchedulerSteps, T_OBJECT, hook),
     STEP_FIELD(SchedulerSteps, T_OBJECT, pid), STEP_FIELD(SchedulerSteps, T_OBJECT, free_blocks),
     STEP_FIELD(SchedulerSteps, T_OBJECT, removed), STEP_FIELD(SchedulerSteps, T_OBJECT, removals),
     STEP_FIELD(SchedulerSteps, T_LONGLONG, size), STEP_FIELD(SchedulerSteps, T_LONGLONG, scheduled),
