@@ -7,14 +7,14 @@
 #include "_step_hook.h"
 
 enum { CB_SCHEDULE, CB_UPDATE, VLLM_SCHEDULE, VLLM_UPDATE, VLLM_EVICT };
-/* `record`: the Python function that records what C code does not; of VLLM_EVICT the counter. */
+/* `record`: the Python function that records what C code does not; of VLLM_EVICT the counter. `finish`: `call_update`. */
 typedef struct {
     PyObject_HEAD
-    PyObject *original, *record, *hook, *bind, *attributes, *references;
+    PyObject *original, *record, *finish, *hook, *bind, *attributes, *references;
     int place;
 } StepHook;
 
-#define EACH_OF_HOOK(DO) DO(original) DO(record) DO(hook) DO(bind) DO(attributes)
+#define EACH_OF_HOOK(DO) DO(original) DO(record) DO(finish) DO(hook) DO(bind) DO(attributes)
 #define FORGET_StepHook(self) if ((self)->references != NULL) PyObject_ClearWeakRefs((PyObject *)(self))
 DEFINE_STEP_REFERENCES(StepHook, EACH_OF_HOOK)
 
@@ -82,12 +82,9 @@ static PyObject *call_update(StepHook *self, PyObject *arguments, PyObject *name
     Py_DECREF(steps);
     if (result != NULL) PyErr_Clear();
     if (is_done) return result;
-    PyObject *finish = PyObject_GetAttrString(self->record, "finish"), *done = NULL;
-    if (finish != NULL)
-        done = PyObject_CallFunction(finish, "OOOOLLO", scheduler, output, sampled, result, step, (long long)at,
-                                     self->hook);
+    PyObject *done = PyObject_CallFunction(self->finish, "OOOOLLO", scheduler, output, sampled, result, step,
+                                           (long long)at, self->hook);
     if (done == NULL) Py_CLEAR(result);
-    Py_XDECREF(finish);
     Py_XDECREF(done);
     return result;
 }
@@ -126,6 +123,7 @@ static int init_hook(StepHook *self, PyObject *arguments, PyObject *named)
         PyErr_SetString(PyExc_TypeError, "the hook has no compiled state");
         return -1;
     }
+    if (place == VLLM_UPDATE && (self->finish = PyObject_GetAttrString(record, "finish")) == NULL) return -1;
     Py_INCREF(original);
     Py_INCREF(record);
     Py_INCREF(hook);

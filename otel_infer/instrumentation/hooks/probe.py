@@ -53,13 +53,15 @@ def count_errors() -> int:
 class PythonHookState:
     """The state of a hook that compiled code reads as well."""
 
-    alive: bool = True
+    __slots__ = ("alive",)
+
+    alive: bool
 
 
-if TYPE_CHECKING or native is None:
+if TYPE_CHECKING:
     HookState = PythonHookState
 else:
-    HookState = native.HookState
+    HookState = PythonHookState if native is None else native.HookState
 
 
 class Hook(HookState):

@@ -40,27 +40,44 @@ class PythonFlight:
 class PythonTracker:
     """The fields of a tracker that compiled code reads and writes as well."""
 
-    scheduler: Any = None
-    ring: Any = None
+    __slots__ = (
+        "closed",
+        "flight_type",
+        "free_scale",
+        "in_flight",
+        "is_latest",
+        "kv_total",
+        "last_states",
+        "read_free",
+        "removed",
+        "ring",
+        "scheduler",
+        "timing_due_at",
+    )
+
+    scheduler: Any
+    ring: Any
     in_flight: list[Any]
     last_states: list[Any]
     removed: list[Any]
     read_free: Callable[[], float]
-    flight_type: Any = None
-    timing_due_at: int = 0
-    kv_total: int = 0
-    free_scale: int = 0
-    closed: bool = False
-    is_latest: bool = False
+    flight_type: Any
+    timing_due_at: int
+    kv_total: int
+    free_scale: int
+    closed: bool
+    is_latest: bool
 
     def make_latest(self) -> None:
         """Does nothing: Python code looks at all trackers."""
 
 
-if TYPE_CHECKING or native is None:
-    Flight, Tracker = PythonFlight, PythonTracker
+if TYPE_CHECKING:
+    Flight = PythonFlight
+    Tracker = PythonTracker
 else:
-    Flight, Tracker = native.StepFlight, native.StepTracker
+    Flight = PythonFlight if native is None else native.StepFlight
+    Tracker = PythonTracker if native is None else native.StepTracker
 
 
 class InFlightBatch(Flight):
@@ -92,6 +109,7 @@ class BatchTracker(Tracker):
         self.scheduler = weakref.ref(scheduler)
         self.ring, self.flight_type = writer.ring, InFlightBatch
         self.resting_runner: Any = None
+        self.timing_due_at, self.closed, self.is_latest = 0, False, False
         self.removed, self.last_states, self.in_flight = [], [], []
         self.read_free, self.free_scale, self.kv_total = kv_cache.find_free_blocks(cache)
         if native is not None:

@@ -143,7 +143,9 @@ def _record_schedule(scheduler: Any, result: Any, hook: Hook) -> None:
         if step:
             tracker.add_flight(step, futures[0], last)
         else:
-            tracker.record_changed(active, futures, tokens, is_decode, (used, total, len(active), waiting), at)
+            tracker.record_changed(
+                active, futures, tokens, is_decode, (used, total, len(active), waiting), at
+            )
     except Exception as exc:
         hook.mark_failed(exc)
 

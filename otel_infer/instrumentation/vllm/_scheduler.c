@@ -140,9 +140,9 @@ int record_vllm_update(PyObject *steps, PyObject *scheduler, PyObject *output, P
                        long long step, int64_t at)
 {
     SchedulerSteps *self = (SchedulerSteps *)steps;
+    if (!self->single_tokens || self->ended_early || !is_empty(self->removals)) return 0;
     Py_ssize_t outputs = count_outputs(result);
-    if (outputs < 1 || !self->single_tokens || self->ended_early || !is_empty(self->removals)) return 0;
-    if (outputs != count_attribute(output, TOKENS) || !is_false(sampled, POOLED) || count_attribute(scheduler, RUNNING) < 1)
+    if (outputs < 1 || outputs != count_attribute(output, TOKENS) || !is_false(sampled, POOLED) || count_attribute(scheduler, RUNNING) < 1)
         return 0;
     StepRing *ring = get_step_ring(self->ring);
     if (ring == NULL) return 0;

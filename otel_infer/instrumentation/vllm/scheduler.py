@@ -35,6 +35,8 @@ from otel_infer.instrumentation.vllm._instrumentor import (
     instrumentor,
 )
 from otel_infer.instrumentation.vllm.scheduler_steps import dummy_batches, evictions
+from otel_infer.instrumentation.vllm.scheduler_waits import NOTHING_WAITS
+from otel_infer.ringbuffer.native import native
 from otel_infer.ringbuffer.recorder import recorder
 
 ENGINE_CORE = "vllm.v1.engine.core:EngineCore"
@@ -60,7 +62,14 @@ def _record_schedule(scheduler: Any, output: Any, hook: Hook) -> None:
         return
     try:
         steps = getattr(scheduler, "otel_infer_batches", None)
-        if steps is not None and steps.hook is hook and steps.record_usual(scheduler, output):
+        # Compiled code has recorded a usual step, unless the waiting requests are to be reported.
+        is_known = native and steps is not None and steps.report_due_at == NOTHING_WAITS
+        if (
+            steps is not None
+            and steps.hook is hook
+            and not is_known
+            and steps.record_usual(scheduler, output)
+        ):
             return
         steps = scheduler_steps.get_scheduler_steps(scheduler, hook) if recorder.active else None
         if steps is not None:

@@ -143,8 +143,10 @@ class SchedulerSteps(Steps):
 
     def update_waiting(self, scheduler: Any) -> None:
         """Counts the waiting requests again."""
-        self.waiting = scheduler_waits.count_waiting(scheduler)
-        self.report_due_at = self.waiting_reporter.find_due_at(scheduler, self.waiting)
+        self.waiting = waiting = scheduler_waits.count_waiting(scheduler)
+        self.report_due_at = NOTHING_WAITS
+        if waiting or self.waiting_reporter.reasons:
+            self.report_due_at = self.waiting_reporter.find_due_at(scheduler, waiting)
 
     def _report_waiting(self, scheduler: Any, at: int) -> None:
         self.waiting_reporter.on_scheduled(scheduler, at, self.waiting)

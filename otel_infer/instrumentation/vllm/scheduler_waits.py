@@ -76,7 +76,9 @@ class WaitingReporter:
         """
         if not (waiting or self.reasons):
             return NOTHING_WAITS
-        return 0 if getattr(scheduler, "connector", None) is not None else self._reported_at + REPORT_INTERVAL_NS
+        return (
+            0 if getattr(scheduler, "connector", None) is not None else self._reported_at + REPORT_INTERVAL_NS
+        )
 
     def on_idle(self, scheduler: Any, at: int) -> None:
         """Records the waiting requests now, because the next batch may be far away."""

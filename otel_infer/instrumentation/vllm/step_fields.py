@@ -18,30 +18,52 @@ class RequestRemoval(NamedTuple):
 class PythonCounter:
     """The field of a counter that compiled code increments as well."""
 
-    count: int = 0
+    __slots__ = ("count",)
+
+    count: int
 
 
 class PythonSteps:
     """The fields of a scheduler's steps that compiled code reads and writes as well."""
 
-    scheduler: Any = None
-    ring: Any = None
-    hook: Any = None
+    __slots__ = (
+        "done",
+        "ended_early",
+        "free_blocks",
+        "hook",
+        "pid",
+        "removals",
+        "removed",
+        "report_due_at",
+        "ring",
+        "scheduled",
+        "scheduler",
+        "single_tokens",
+        "size",
+        "total_blocks",
+        "waiting",
+    )
+
+    scheduler: Any
+    ring: Any
+    hook: Any
     pid: int
-    free_blocks: Any = None
+    free_blocks: Any
     removed: list[str]
     removals: list[RequestRemoval]
     size: int
-    scheduled: int = 0
-    done: int = 0
-    waiting: int = 0
+    scheduled: int
+    done: int
+    waiting: int
     total_blocks: int
     report_due_at: int
     single_tokens: bool
-    ended_early: bool = False
+    ended_early: bool
 
 
-if TYPE_CHECKING or native is None:
-    Counter, Steps = PythonCounter, PythonSteps
+if TYPE_CHECKING:
+    Counter = PythonCounter
+    Steps = PythonSteps
 else:
-    Counter, Steps = native.EventCounter, native.SchedulerSteps
+    Counter = PythonCounter if native is None else native.EventCounter
+    Steps = PythonSteps if native is None else native.SchedulerSteps
