@@ -65,7 +65,7 @@ class Engine:
         )
         passed_on = len(self.passed_on)
         output = self._schedule(self)
-        if self.hook.alive and len(self.passed_on) == passed_on:
+        if hasattr(output, "otel_infer_step") and self.hook.alive and len(self.passed_on) == passed_on:
             self.unchanged.append(self.steps.scheduled)
         return output
 
@@ -83,7 +83,7 @@ class Engine:
         sampled = SimpleNamespace(pooler_output=pooled, sampled_token_ids=[], req_id_to_index={})
         passed_on = len(self.passed_on)
         hooks.wrap_update_from_output(updated, self.hook)(self, output, sampled)
-        if len(self.passed_on) == passed_on:
+        if hasattr(output, "otel_infer_step") and len(self.passed_on) == passed_on:
             self.single.append(output.otel_infer_step[1])
 
     def free_request(self, request_id: str, reason: str) -> None:
