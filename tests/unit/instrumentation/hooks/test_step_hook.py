@@ -127,7 +127,7 @@ class BatchingRun:
 
     def wait(self, number: int) -> None:
         self.engine.waiting_requests = dict.fromkeys(range(number % 3))
-        self.cache.pool.free_sectors = list(range(number % 11))
+        self.cache.pool.free_sectors = list(range(number % 9))
         self.cache.pool._free_blocks[0]._length = number % 7
 
     def fork(self, number: int) -> None:
@@ -224,7 +224,7 @@ class VllmRun:
 
     def break_engine(self, number: int) -> None:
         if number == 17:
-            del self.engine.free.num_free_blocks
+            vars(self.engine.free).pop("num_free_blocks", None)
 
     def read(self) -> Any:
         if not hasattr(self.engine, "otel_infer_batches"):
