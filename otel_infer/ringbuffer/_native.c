@@ -577,6 +577,141 @@ static PyObject *write_single_tokens(StepRing *self, PyObject *const *arguments,
     Py_RETURN_NONE;
 }
 
+/* ── changes of a batch ─────────────────────────────────────────────────────────────────────────────────────── */
+
+enum { SCHEDULED_HEAD = 44, OVERHEAD = 20 };  /* bytes of `events.SCHEDULED_HEAD`; counter, length and code, counter */
+
+static int count_cells(int words)
+{
+    return (OVERHEAD + SCHEDULED_HEAD + 4 * words + CELL_BYTES - 1) / CELL_BYTES;
+}
+
+int takes_change(StepRing *ring, int words, int64_t at)
+{
+    if (at >= ring->next_check_at) check_keyframe(ring, at);
+    return ring->step + 1 < ring->next_keyframe_step &&
+           ring->offset + count_cells(words) * CELL_BYTES <= ring->last_offset;
+}
+
+static void remove_handle(PyObject *handles, Py_ssize_t position)
+{
+    Py_ssize_t size = PyByteArray_Size(handles);
+    char *bytes = PyByteArray_AsString(handles);
+    memmove(bytes + 4 * position, bytes + 4 * position + 4, size - 4 * position - 4);
+    PyByteArray_Resize(handles, size - 4);
+}
+
+static int remove_member(BatchState *batch, Py_ssize_t position)
+{
+    PyObject *key = PyLong_FromVoidPtr(PyList_GetItem(batch->members, position));
+    int failed = key == NULL || PyDict_DelItem(batch->ordinal_of, key);
+    Py_XDECREF(key);
+    remove_handle(batch->packed_handles, position);
+    return PyList_SetSlice(batch->ordinals, position, position + 1, NULL) ||
+           PyList_SetSlice(batch->members, position, position + 1, NULL) || failed;
+}
+
+static int append_member(BatchState *batch, PyObject *member, uint32_t handle)
+{
+    Py_ssize_t size = PyByteArray_Size(batch->packed_handles);
+    PyObject *key = PyLong_FromVoidPtr(member), *ordinal = PyLong_FromLongLong(batch->next_ordinal++);
+    int failed = key == NULL || ordinal == NULL || PyByteArray_Resize(batch->packed_handles, size + 4) ||
+                 PyDict_SetItem(batch->ordinal_of, key, ordinal) || PyList_Append(batch->ordinals, ordinal) ||
+                 PyList_Append(batch->members, member);
+    if (!failed) memcpy(PyByteArray_AsString(batch->packed_handles) + size, &handle, 4);
+    Py_XDECREF(key);
+    Py_XDECREF(ordinal);
+    return failed;
+}
+
+long long store_change(StepRing *ring, BatchState *batch, const BatchChange *change, const long long *load, int64_t at)
+{
+    int words = change->left_count + change->joined_count + 2 * change->tokens_count, cells = count_cells(words);
+    uint64_t counter = (uint64_t)ring->cells_written + 1, step = (uint64_t)ring->step + 1;
+    uint32_t word = (ring->scheduled_word & 0xffff0000) | (uint32_t)(OVERHEAD + SCHEDULED_HEAD + 4 * words);
+    uint16_t counts[3] = {(uint16_t)change->left_count, (uint16_t)change->joined_count, (uint16_t)change->tokens_count};
+    uint32_t numbers[5] = {(uint32_t)change->size, (uint32_t)load[0], (uint32_t)load[1], (uint32_t)load[2],
+                           (uint32_t)load[3]};
+    char *to = ring->cells + ring->offset, *body = to + CODE_AT + 4 + SCHEDULED_HEAD;
+    __atomic_store_n((uint64_t *)to, counter, __ATOMIC_RELAXED);
+    __atomic_thread_fence(__ATOMIC_RELEASE);
+    memset(to + CODE_AT, 0, cells * CELL_BYTES - CODE_AT - 8);
+    memcpy(to + CODE_AT, &word, 4);
+    memcpy(to + 12, &at, 8);
+    memcpy(to + 20, &step, 8);
+    memcpy(to + 30, counts, 6);
+    memcpy(to + 36, numbers, 20);
+    memcpy(body, change->left, 4 * change->left_count);
+    memcpy(body + 4 * change->left_count, change->handles, 4 * change->joined_count);
+    memcpy(body + 4 * (change->left_count + change->joined_count), change->tokens, 8 * change->tokens_count);
+    __atomic_store_n((uint64_t *)(to + cells * CELL_BYTES - 8), counter, __ATOMIC_RELEASE);
+    ring->offset += cells * CELL_BYTES;
+    ring->cells_written += cells;
+    ring->step = (long long)step;
+    ring->size = (long long)change->size;
+    int failed = 0;
+    for (int i = 0; i < change->left_count; i++) failed |= remove_member(batch, change->left[i]);
+    for (int i = 0; i < change->joined_count; i++)
+        failed |= append_member(batch, change->after[change->size - change->joined_count + i], change->handles[i]);
+    if (failed) ring->next_keyframe_step = 0;  /* out of memory: the next step writes all members */
+    return (long long)step;
+}
+
+static PyTypeObject *batch_base;
+
+BatchState *get_batch(PyObject *object)
+{
+    BatchState *batch = (BatchState *)object;
+    if (object == NULL || !PyObject_TypeCheck(object, batch_base)) return NULL;
+    if (batch->members == NULL || batch->packed_handles == NULL || batch->ordinals == NULL || batch->ordinal_of == NULL)
+        return NULL;
+    Py_ssize_t size = PyList_Check(batch->members) ? PyList_Size(batch->members) : -1;
+    return PyList_Check(batch->ordinals) && PyDict_Check(batch->ordinal_of) && PyByteArray_Check(batch->packed_handles) &&
+                   PyList_Size(batch->ordinals) == size && PyByteArray_Size(batch->packed_handles) == 4 * size
+               ? batch
+               : NULL;
+}
+
+static int visit_batch(BatchState *self, visitproc visit, void *arg)
+{
+    Py_VISIT(Py_TYPE((PyObject *)self));
+    Py_VISIT(self->members);
+    Py_VISIT(self->packed_handles);
+    Py_VISIT(self->ordinals);
+    Py_VISIT(self->ordinal_of);
+    return 0;
+}
+
+static int clear_batch(BatchState *self)
+{
+    Py_CLEAR(self->members);
+    Py_CLEAR(self->packed_handles);
+    Py_CLEAR(self->ordinals);
+    Py_CLEAR(self->ordinal_of);
+    return 0;
+}
+
+static void free_batch(BatchState *self)
+{
+    PyTypeObject *type = Py_TYPE((PyObject *)self);
+    PyObject_GC_UnTrack(self);
+    clear_batch(self);
+    ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
+    Py_DECREF(type);
+}
+
+static PyMemberDef batch_members[] = {
+    {"_members", T_OBJECT, offsetof(BatchState, members), 0, NULL},
+    {"_packed_handles", T_OBJECT, offsetof(BatchState, packed_handles), 0, NULL},
+    {"_ordinals", T_OBJECT, offsetof(BatchState, ordinals), 0, NULL},
+    {"_ordinal_of", T_OBJECT, offsetof(BatchState, ordinal_of), 0, NULL},
+    {"_next_ordinal", T_LONGLONG, offsetof(BatchState, next_ordinal), 0, NULL}, {NULL, 0, 0, 0, NULL}};
+static PyType_Slot batch_slots[] = {{Py_tp_new, PyType_GenericNew}, {Py_tp_dealloc, free_batch},
+                                    {Py_tp_traverse, visit_batch},  {Py_tp_clear, clear_batch},
+                                    {Py_tp_members, batch_members}, {0, NULL}};
+static PyType_Spec batch_spec = {"otel_infer.ringbuffer._native.BatchState", sizeof(BatchState), 0,
+                                 Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_BASETYPE, batch_slots};
+
 static int init_step_ring(StepRing *self, PyObject *arguments, PyObject *named)
 {
     PyObject *memory;
@@ -645,7 +780,9 @@ static int fill_module(PyObject *module)
     }
     request_ring_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &request_ring_spec, NULL);
     step_ring_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &step_ring_spec, NULL);
-    return request_ring_type == NULL || step_ring_type == NULL ||
+    batch_base = (PyTypeObject *)PyType_FromModuleAndSpec(module, &batch_spec, NULL);
+    return request_ring_type == NULL || step_ring_type == NULL || batch_base == NULL ||
+                   PyModule_AddObjectRef(module, "BatchState", (PyObject *)batch_base) ||
                    PyModule_AddObjectRef(module, "RequestRing", (PyObject *)request_ring_type) ||
                    PyModule_AddObjectRef(module, "StepRing", (PyObject *)step_ring_type) ||
                    add_exchange_types(module) || add_step_types(module)

@@ -67,6 +67,31 @@ StepRing *get_step_ring(PyObject *object);
 long long store_unchanged(StepRing *ring, const long long *numbers, int64_t at);
 void store_single_tokens(StepRing *ring, long long step, int64_t at, uint32_t discarded);
 
+/* What `batch_writer.BatchWriter` holds of the batch that was written last. */
+typedef struct {
+    PyObject_HEAD
+    PyObject *members, *packed_handles, *ordinals, *ordinal_of;
+    long long next_ordinal;
+} BatchState;
+
+BatchState *get_batch(PyObject *object);
+
+/* A change of the batch: positions of members that left, each at its removal; handles of newcomers, which are the last
+ * `joined_count` of `after`; (position, tokens) of a few. `after`: all members, borrowed. */
+enum { MAX_CHANGES = 16, MAX_MEMBERS = 1024 };
+typedef struct {
+    uint32_t left[MAX_CHANGES], handles[MAX_CHANGES], tokens[2 * MAX_CHANGES];
+    int left_count, joined_count, tokens_count;
+    Py_ssize_t size;
+    PyObject *after[MAX_MEMBERS];
+} BatchChange;
+
+/* Whether a change of this many words may be written at this instant, instead of a keyframe. */
+int takes_change(StepRing *ring, int words, int64_t at);
+
+/* Writes a change and applies it. `load`: KV blocks used and in all, running, waiting. Returns the step. */
+long long store_change(StepRing *ring, BatchState *batch, const BatchChange *change, const long long *load, int64_t at);
+
 /* The types of `instrumentation/hooks/_step_hook.c`. */
 int add_step_types(PyObject *module);
 

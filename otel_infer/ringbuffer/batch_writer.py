@@ -14,12 +14,13 @@ import threading
 from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from otel_infer import _clock
 from otel_infer.ringbuffer import events, layout
 from otel_infer.ringbuffer.arena import MemoryArena
 from otel_infer.ringbuffer.layout import RingSizes
+from otel_infer.ringbuffer.native import native
 from otel_infer.ringbuffer.step_writer import CHANGE_LAYOUTS, StepWriter
 
 KEYFRAME_STEPS = 256
@@ -47,7 +48,23 @@ class HandleTable(dict[Any, bytes]):
         self[key] = struct.pack("<I", handle)
 
 
-class BatchWriter:
+class PythonBatchState:
+    """What is known of the batch that was written last, for compiled code as well."""
+
+    _members: list[Any]
+    _packed_handles: bytearray
+    _ordinals: list[int]
+    _ordinal_of: dict[int, int]
+    _next_ordinal: int
+
+
+if TYPE_CHECKING:
+    BatchState = PythonBatchState
+else:
+    BatchState = PythonBatchState if native is None else native.BatchState
+
+
+class BatchWriter(BatchState):
     """Writer of the steps of one engine thread.
 
     Members are the objects that the engine lists; they are compared by identity and by `==`. `handles` binds
@@ -58,11 +75,8 @@ class BatchWriter:
     def __init__(self, writer: StepWriter, handles: HandleTable, number: int = 0) -> None:
         self.number = number
         self._use_writer(writer)
-        self._members: list[Any] = []
-        self._packed_handles = bytearray()
-        self._ordinals: list[int] = []
-        self._ordinal_of: dict[int, int] = {}
-        self._next_ordinal = 0
+        self._members, self._packed_handles = [], bytearray()
+        self._ordinals, self._ordinal_of, self._next_ordinal = [], {}, 0
         self.handles = handles
         self.pack_handles: Callable[[Iterable[Any]], bytes] = lambda members: b"".join(
             map(handles.__getitem__, members)

@@ -1,13 +1,17 @@
-/* Records the steady steps of transformers' continuous batching, as `continuous_batching` does in Python.
+/* Records the frequent steps of transformers' continuous batching, as `continuous_batching` does in Python.
  *
- * A step is steady if its members are those of the last one, each gets its next token, and no keyframe is due.
+ * In a steady step the members are those of the last one, and each gets its next token. In a changed step a few have
+ * left, or joined at the end, with prompts that are done in this step. Python code writes keyframes and all others.
  */
 #include "../hooks/_step_hook.h"
 
-enum { ACTIVE_REQUESTS, BATCHES, FREE_BLOCKS, FREE_SECTORS, HAS_NEW_TOKEN, LENGTH, TO_FORK, WAITING_REQUESTS, NAMES };
-static const char *const texts[NAMES] = {"active_requests",  "_otel_infer_batches", "_free_blocks",
-                                         "free_sectors",     "has_new_token",       "_length",
-                                         "_requests_to_fork", "waiting_requests"};
+enum {
+    ACTIVE_REQUESTS, BATCHES, FREE_BLOCKS, FREE_SECTORS, HANDLE, HAS_NEW_TOKEN, LENGTH, QUERY_LENGTH, STATE, TO_FORK,
+    WAITING_REQUESTS, NAMES
+};
+static const char *const texts[NAMES] = {
+    "active_requests", "_otel_infer_batches", "_free_blocks", "free_sectors", "otel_infer_handle", "has_new_token",
+    "_length", "query_length", "state", "_requests_to_fork", "waiting_requests"};
 static PyObject *names[NAMES];
 
 /* ── step in flight ────────────────────────────────────────────────────────────────────────────────────────── */
@@ -53,9 +57,9 @@ typedef struct {
 
 typedef struct {
     PyObject_HEAD
-    PyObject *scheduler, *ring, *in_flight, *last_states, *removed, *read_free, *flight_type, *pool;
+    PyObject *scheduler, *ring, *in_flight, *last_states, *removed, *read_free, *flight_type, *pool, *batch;
     StepFlight *spare;  /* a flight that is used again */
-    long long timing_due_at, kv_total, free_scale, sector_bytes, pool_bytes;
+    long long timing_due_at, size_due_at, kv_total, free_scale, sector_bytes, pool_bytes;
     Allocator allocators[MAX_ALLOCATORS];
     int allocator_count;
     char closed, is_latest;
@@ -66,7 +70,7 @@ static StepTracker *latest;
 static PyTypeObject *tracker_base;
 
 #define EACH_OF_TRACKER(DO)                                                                                          \
-    DO(scheduler) DO(ring) DO(in_flight) DO(last_states) DO(removed) DO(read_free) DO(flight_type) DO(pool) DO(spare)
+    DO(scheduler) DO(ring) DO(in_flight) DO(last_states) DO(removed) DO(read_free) DO(flight_type) DO(pool) DO(batch) DO(spare)
 #define FORGET_StepTracker(self) if (latest == (self)) latest = NULL
 DEFINE_STEP_REFERENCES(StepTracker, EACH_OF_TRACKER)
 
@@ -201,33 +205,152 @@ static StepTracker *find_tracker(PyObject *scheduler)
     return NULL;
 }
 
-/* Records a batch with the members of the last one. */
-static int record_unchanged(StepTracker *self, PyObject *scheduler, PyObject *futures, PyObject *tokens)
+/* Adds a step, and makes it the latest. */
+static void add_flight(StepTracker *self, StepFlight *flight, long long step, PyObject *futures, PyObject *states)
 {
-    Py_ssize_t size = PyList_Size(futures), waiting;
-    int64_t at = read_clock();
-    if (size != PyList_Size(self->last_states) || PyList_Size(self->removed) || PyLong_AsLongLong(tokens) != size)
+    flight->step = step;
+    flight->first_future = PyList_GetItem(futures, 0);
+    flight->states = states;
+    Py_INCREF(flight->first_future);
+    Py_INCREF(states);
+    append_flight(self, flight);
+    latest = self;
+}
+
+/* ── changed members ───────────────────────────────────────────────────────────────────────────────────────── */
+
+static Py_ssize_t find_pointer(PyObject *const *from, Py_ssize_t count, PyObject *wanted)
+{
+    while (count-- > 0)
+        if (from[count] == wanted) return count;
+    return -1;
+}
+
+/* Finds who left and who joined. Returns whether the active states are the members that stayed, then newcomers. */
+static int compare_members(StepTracker *self, BatchState *batch, PyObject *active, BatchChange *change)
+{
+    Py_ssize_t count = PyList_Size(batch->members), left = PyList_Size(self->removed), position = 0, at = 0;
+    PyObject *key, *state;
+    if (count > MAX_MEMBERS || left > MAX_CHANGES) return 0;
+    for (Py_ssize_t i = 0; i < count; i++) change->after[i] = PyList_GetItem(batch->members, i);
+    for (Py_ssize_t i = 0; i < left; i++) {
+        Py_ssize_t found = find_pointer(change->after, count, PyList_GetItem(self->removed, i));
+        if (found < 0) return 0;
+        memmove(change->after + found, change->after + found + 1, (--count - found) * sizeof(PyObject *));
+        change->left[i] = (uint32_t)found;
+    }
+    if (change->size > MAX_MEMBERS || change->size < count || change->size - count > MAX_CHANGES) return 0;
+    while (PyDict_Next(active, &position, &key, &state)) {
+        if (at < count && change->after[at] != state) return 0;
+        change->after[at++] = state;
+    }
+    change->left_count = (int)left;
+    change->joined_count = (int)(change->size - count);
+    return at == change->size;
+}
+
+/* Reads the handles of the newcomers. */
+static int read_handles(BatchChange *change)
+{
+    for (int i = 0; i < change->joined_count; i++) {
+        char *bytes;
+        Py_ssize_t length;
+        PyObject *handle = PyObject_GetAttr(change->after[change->size - change->joined_count + i], names[HANDLE]);
+        int failed = handle == NULL || PyBytes_AsStringAndSize(handle, &bytes, &length) || length != 4;
+        if (!failed) memcpy(change->handles + i, bytes, 4);
+        Py_XDECREF(handle);
+        if (failed) return 0;
+    }
+    return 1;
+}
+
+/* Reads the prompts, which the scheduler puts at the end. Returns 0 if one goes on in a later step, or there are many. */
+static int read_prompts(PyObject *futures, long long surplus, BatchChange *change)
+{
+    Py_ssize_t last = PyList_Size(futures) - 1;
+    for (; last >= 0; last--) {
+        PyObject *future = PyList_GetItem(futures, last), *queries = PyObject_GetAttr(future, names[QUERY_LENGTH]);
+        PyObject *has_token = PyObject_GetAttr(future, names[HAS_NEW_TOKEN]);
+        long long tokens = queries == NULL ? -1 : PyLong_AsLongLong(queries);
+        Py_XDECREF(queries);
+        Py_XDECREF(has_token);
+        if (has_token != Py_True || tokens < 1 || tokens > UINT32_MAX) return 0;
+        if (tokens == 1) break;
+        PyObject *state = PyObject_GetAttr(future, names[STATE]);
+        Py_ssize_t position = state == NULL ? -1 : find_pointer(change->after, change->size, state);
+        Py_XDECREF(state);
+        if (position < 0 || change->tokens_count == MAX_CHANGES - 1) return 0;
+        change->tokens[2 * change->tokens_count] = (uint32_t)position;
+        change->tokens[2 * change->tokens_count++ + 1] = (uint32_t)tokens;
+        surplus -= tokens - 1;
+    }
+    return surplus == 0;
+}
+
+static int fits(long long number)
+{
+    return number >= 0 && number <= UINT32_MAX;
+}
+
+/* Writes a batch of which a few left or joined. Returns 0 if it is another one, which Python code writes. */
+static int record_changed(StepTracker *self, PyObject *active, PyObject *futures, const long long *load,
+                          long long tokens, int decode_only, int64_t at)
+{
+    BatchChange change;
+    change.left_count = change.joined_count = change.tokens_count = 0;
+    change.size = PyList_Size(futures);
+    BatchState *batch = get_batch(self->batch);
+    if (batch == NULL || !PyDict_Check(active) || PyDict_Size(active) != change.size || at >= self->size_due_at) return 0;
+    for (int i = 0; i < 4; i++)
+        if (!fits(load[i])) return 0;
+    if (!compare_members(self, batch, active, &change) || !read_handles(&change)) return 0;
+    if (!decode_only && !read_prompts(futures, tokens - change.size, &change)) return 0;
+    StepRing *ring = get_step_ring(self->ring);
+    int words = change.left_count + change.joined_count + 2 * change.tokens_count;
+    PyObject *states = ring != NULL && takes_change(ring, words, at) ? PyList_New(change.size) : NULL;
+    StepFlight *flight = states == NULL ? NULL : take_flight(self);
+    if (flight == NULL) {
+        Py_XDECREF(states);
         return 0;
-    if (at >= self->timing_due_at && !self->is_latest) return 0;
-    if (count_attribute(scheduler, ACTIVE_REQUESTS) != size || !is_decode(scheduler, futures, size)) return 0;
-    waiting = count_attribute(scheduler, WAITING_REQUESTS);
-    long long free = waiting < 0 ? -1 : count_free(self);
-    StepFlight *flight = free < 0 ? NULL : take_flight(self);
-    if (flight == NULL) return 0;
-    StepRing *ring = get_step_ring(self->ring);  /* again: Python code may have run */
+    }
+    for (Py_ssize_t i = 0; i < change.size; i++) {
+        Py_INCREF(change.after[i]);
+        PyList_SetItem(states, i, change.after[i]);
+    }
+    flight->decode_only = (char)decode_only;
+    add_flight(self, flight, store_change(ring, batch, &change, load, at), futures, states);
+    PyObject *before = self->last_states;
+    self->last_states = states;
+    Py_DECREF(before);
+    Py_DECREF((PyObject *)flight);
+    PyList_SetSlice(self->removed, 0, change.left_count, NULL);
+    return 1;
+}
+
+/* Records a batch with the members of the last one, or with few changes. */
+static int record_batch(StepTracker *self, PyObject *scheduler, PyObject *futures, PyObject *query_tokens)
+{
+    Py_ssize_t size = PyList_Size(futures), waiting = count_attribute(scheduler, WAITING_REQUESTS);
+    int64_t at = read_clock();
+    long long tokens = PyLong_AsLongLong(query_tokens);
+    if (waiting < 0 || tokens < size || (at >= self->timing_due_at && !self->is_latest)) return 0;
+    PyObject *active = PyObject_GetAttr(scheduler, names[ACTIVE_REQUESTS]);
+    long long free = active != NULL && PyObject_Size(active) == size ? count_free(self) : -1;
     const long long numbers[5] = {size, self->kv_total - free, self->kv_total, size, waiting};
-    long long step = ring == NULL ? 0 : store_unchanged(ring, numbers, at);
-    if (step > 0) {
-        flight->step = step;
-        flight->first_future = PyList_GetItem(futures, 0);
-        flight->states = self->last_states;
-        Py_INCREF(flight->first_future);
-        Py_INCREF(flight->states);
-        append_flight(self, flight);
-        latest = self;
-        Py_DECREF((PyObject *)flight);
-    } else keep_flight(self, flight);
-    return step > 0;
+    int decode_only = free >= 0 && tokens == size && is_decode(scheduler, futures, size), recorded = 0;
+    StepRing *ring = get_step_ring(self->ring);  /* again: Python code may have run */
+    if (free < 0 || ring == NULL || PyErr_Occurred()) recorded = 0;
+    else if (decode_only && size == PyList_Size(self->last_states) && !PyList_Size(self->removed)) {
+        StepFlight *flight = take_flight(self);
+        long long step = flight == NULL ? 0 : store_unchanged(ring, numbers, at);
+        if (step > 0) {
+            add_flight(self, flight, step, futures, self->last_states);
+            Py_DECREF((PyObject *)flight);
+        } else if (flight != NULL) keep_flight(self, flight);
+        recorded = step > 0;
+    } else recorded = record_changed(self, active, futures, numbers + 1, tokens, decode_only, at);
+    Py_XDECREF(active);
+    return recorded;
 }
 
 int record_cb_schedule(PyObject *scheduler, PyObject *result)
@@ -237,7 +360,7 @@ int record_cb_schedule(PyObject *scheduler, PyObject *result)
     if (!PyList_Check(futures)) return futures == Py_None;
     if (!PyList_Size(futures)) return 1;
     StepTracker *tracker = find_tracker(scheduler);
-    int recorded = tracker != NULL && record_unchanged(tracker, scheduler, futures, PyTuple_GetItem(result, 2));
+    int recorded = tracker != NULL && record_batch(tracker, scheduler, futures, PyTuple_GetItem(result, 2));
     Py_XDECREF((PyObject *)tracker);
     return recorded;
 }
@@ -280,7 +403,8 @@ static PyMemberDef tracker_members[] = {
     STEP_FIELD(StepTracker, T_OBJECT, scheduler), STEP_FIELD(StepTracker, T_OBJECT, ring), STEP_FIELD(StepTracker, T_OBJECT, in_flight),
     STEP_FIELD(StepTracker, T_OBJECT, last_states), STEP_FIELD(StepTracker, T_OBJECT, removed),
     STEP_FIELD(StepTracker, T_OBJECT, read_free), STEP_FIELD(StepTracker, T_OBJECT, flight_type),
-    STEP_FIELD(StepTracker, T_OBJECT, pool), STEP_FIELD(StepTracker, T_LONGLONG, timing_due_at),
+    STEP_FIELD(StepTracker, T_OBJECT, pool), STEP_FIELD(StepTracker, T_OBJECT, batch),
+    STEP_FIELD(StepTracker, T_LONGLONG, size_due_at), STEP_FIELD(StepTracker, T_LONGLONG, timing_due_at),
     STEP_FIELD(StepTracker, T_LONGLONG, kv_total), STEP_FIELD(StepTracker, T_LONGLONG, free_scale),
     STEP_FIELD(StepTracker, T_BOOL, closed), STEP_FIELD(StepTracker, T_BOOL, is_latest), {NULL, 0, 0, 0, NULL}};
 static PyType_Slot tracker_slots[] = {{Py_tp_new, PyType_GenericNew},    STEP_REFERENCE_SLOTS(StepTracker),

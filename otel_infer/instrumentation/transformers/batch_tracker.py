@@ -41,6 +41,7 @@ class PythonTracker:
     """The fields of a tracker that compiled code reads and writes as well."""
 
     __slots__ = (
+        "batch",
         "closed",
         "flight_type",
         "free_scale",
@@ -52,17 +53,20 @@ class PythonTracker:
         "removed",
         "ring",
         "scheduler",
+        "size_due_at",
         "timing_due_at",
     )
 
     scheduler: Any
     ring: Any
+    batch: Any
     in_flight: list[Any]
     last_states: list[Any]
     removed: list[Any]
     read_free: Callable[[], float]
     flight_type: Any
     timing_due_at: int
+    size_due_at: int
     kv_total: int
     free_scale: int
     closed: bool
@@ -107,7 +111,7 @@ class BatchTracker(Tracker):
         cache = scheduler.cache
         self.writer, self.pid = writer, os.getpid()
         self.scheduler = weakref.ref(scheduler)
-        self.ring, self.flight_type = writer.ring, InFlightBatch
+        self.ring, self.batch, self.flight_type = writer.ring, writer, InFlightBatch
         self.resting_runner: Any = None
         self.timing_due_at, self.closed, self.is_latest = 0, False, False
         self.removed, self.last_states, self.in_flight = [], [], []
@@ -115,8 +119,12 @@ class BatchTracker(Tracker):
         if native is not None:
             kv_cache.bind_pool(self, cache)
         self.blocks = KvBlockSizeRecorder(ENGINE, writer.number, kv_cache.tokens_per_block(cache))
-        self.blocks.record_if_due(_clock.now())
+        self._record_block_size(_clock.now())
         writer.pack_handles = _pack_handles
+
+    def _record_block_size(self, at: int) -> None:
+        self.blocks.record_if_due(at)
+        self.size_due_at = self.blocks.due_at
 
     def add_flight(self, step: int, first_future: Any, states: list[Any]) -> InFlightBatch:
         """Adds a step of which each member gets one token; the oldest of more than `MAX_FLIGHTS` is dropped."""
@@ -159,8 +167,8 @@ class BatchTracker(Tracker):
             flight.chunk_positions = tuple(map(self.writer.find_position, unfinished))
         if self.removed:
             self.removed = []
-            if at >= self.blocks.due_at:
-                self.blocks.record_if_due(at)
+            if at >= self.size_due_at:
+                self._record_block_size(at)
         self.last_states = states
 
     def record_done(self, first_future: Any) -> None:
@@ -216,7 +224,7 @@ class BatchTracker(Tracker):
         self.closed = True
         self.end_rest()
         self.in_flight.clear()
-        self.ring = None
+        self.ring = self.batch = None
         self.last_states = []
         recorder.release_batch_writer(ENGINE, self.writer)
 
@@ -231,7 +239,7 @@ class BatchTracker(Tracker):
         if not self.in_flight:
             self.removed, self.last_states = [], []
             self.writer.clear_batch()
-            self.blocks.record_if_due(_clock.now())
+            self._record_block_size(_clock.now())
 
 
 def _contains_state(states: Iterable[Any], state: Any) -> bool:
