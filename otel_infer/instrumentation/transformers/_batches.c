@@ -330,15 +330,17 @@ static int record_changed(StepTracker *self, PyObject *active, PyObject *futures
 /* Records a batch with the members of the last one, or with few changes. */
 static int record_batch(StepTracker *self, PyObject *scheduler, PyObject *futures, PyObject *query_tokens)
 {
-    Py_ssize_t size = PyList_Size(futures), waiting = count_attribute(scheduler, WAITING_REQUESTS);
+    StepRing *ring = get_step_ring(self->ring);
     int64_t at = read_clock();
+    if (ring->step + 1 >= ring->next_keyframe_step) return 0;
+    Py_ssize_t size = PyList_Size(futures), waiting = count_attribute(scheduler, WAITING_REQUESTS);
     long long tokens = PyLong_AsLongLong(query_tokens);
     if (waiting < 0 || tokens < size || (at >= self->timing_due_at && !self->is_latest)) return 0;
     PyObject *active = PyObject_GetAttr(scheduler, names[ACTIVE_REQUESTS]);
     long long free = active != NULL && PyObject_Size(active) == size ? count_free(self) : -1;
     const long long numbers[5] = {size, self->kv_total - free, self->kv_total, size, waiting};
     int decode_only = free >= 0 && tokens == size && is_decode(scheduler, futures, size), recorded = 0;
-    StepRing *ring = get_step_ring(self->ring);  /* again: Python code may have run */
+    ring = get_step_ring(self->ring);  /* again: Python code may have run */
     if (free < 0 || ring == NULL || PyErr_Occurred()) recorded = 0;
     else if (decode_only && size == PyList_Size(self->last_states) && !PyList_Size(self->removed)) {
         StepFlight *flight = take_flight(self);

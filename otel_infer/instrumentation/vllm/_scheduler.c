@@ -89,14 +89,16 @@ int record_vllm_schedule(PyObject *scheduler, PyObject *output, PyObject *hook)
     SchedulerSteps *self = find_steps(scheduler);
     long long step = 0;
     int64_t at = read_clock();
-    if (self != NULL && self->hook == hook && at < self->report_due_at && self->free_blocks != NULL &&
+    StepRing *ring = self == NULL ? NULL : get_step_ring(self->ring);
+    if (ring != NULL && ring->step + 1 < ring->next_keyframe_step && self->hook == hook && at < self->report_due_at &&
+        self->pid != NULL && self->free_blocks != NULL &&
         is_usual(self, scheduler, output)) {
         long long free = read_number(self->free_blocks, FREE);
-        StepRing *ring = free < 0 ? NULL : get_step_ring(self->ring);
+        ring = free < 0 ? NULL : get_step_ring(self->ring);  /* again: Python code may have run */
         const long long numbers[5] = {self->size, self->total_blocks - free, self->total_blocks, self->size,
                                       self->waiting};
         PyObject *number = ring == NULL ? NULL : PyLong_FromLongLong(ring->step + 1);
-        PyObject *ids = number == NULL || self->pid == NULL ? NULL : PyTuple_Pack(2, self->pid, number);
+        PyObject *ids = number == NULL ? NULL : PyTuple_Pack(2, self->pid, number);
         /* First what may fail: a step that is written must be known to the hooks in the workers. */
         if (ids != NULL && !PyObject_SetAttr(output, names[STEP], ids)) step = store_unchanged(ring, numbers, at);
         Py_XDECREF(number);

@@ -140,7 +140,14 @@ class BatchingRun:
     def read(self) -> Any:
         steps = [] if self.tracker is None else without_instants(self.tracker.writer._writer.memory)
         in_flight = [] if self.tracker is None else [flight.step for flight in self.tracker.in_flight]
-        return steps, in_flight, self.engine.hook.alive
+        writer: Any = None if self.tracker is None else self.tracker.writer
+        batch = writer and (
+            writer._ordinals,
+            len(writer._packed_handles),
+            len(writer._ordinal_of),
+            writer._next_ordinal,
+        )
+        return steps, in_flight, self.engine.hook.alive, batch
 
 
 BATCHING = (
@@ -207,7 +214,7 @@ class VllmRun:
     def update(self, number: int) -> None:
         if self.outputs:
             output = self.outputs.pop(0)
-            tokens = {key: 0 if number == 3 else 1 for key in dict.keys(output.num_scheduled_tokens)}
+            tokens = dict.fromkeys(dict.keys(output.num_scheduled_tokens), 0 if number == 3 else 1)
             self.engine.update(output, pooled=[1] if number == 4 else None, **tokens)
 
     def leave(self, number: int) -> None:
@@ -271,21 +278,36 @@ def test_compiled_hooks_on_vllm_record_the_same(operations: list[tuple[str, int]
         assert run_vllm(operations) == compiled
 
 
-def test_a_steady_step_enters_no_python_code(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_frequent_steps_enter_no_python_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step with the members of the last one, one of which some left and joined with their prompts, and their ends."""
     recording = Recording()
     run = BatchingRun()
-    for name in ("admit", "schedule", "update", "schedule", "update"):
+    for name in ("admit", "admit", "admit", "schedule", "update", "schedule", "update"):
         getattr(run, name)(1)
-    record: Callable[..., Any] = lambda *arguments: pytest.fail("Python code records a steady step")  # noqa: E731
+    record: Callable[..., Any] = lambda *arguments: pytest.fail("Python code records a frequent step")  # noqa: E731
     monkeypatch.setattr(continuous_batching, "_record_schedule", record)
     monkeypatch.setattr(continuous_batching, "_record_update", record)
-    hook = run.engine.hook
-    schedule = continuous_batching._wrap_schedule_batch(run.engine._next, hook)
-    update = continuous_batching.wrap_prepare_batch_update(lambda ios: (run.engine.batch, [], None), hook)
-    first = schedule(run.engine)
-    update(run.engine)
-    assert first[0] is run.engine.batch and run.read()[1:] == ([], True)
-    assert [type(event) for event in run.read()[0][-2:]] == [events.StepScheduled, events.StepDone]
+    engine = run.engine
+    engine._schedule = continuous_batching._wrap_schedule_batch(engine._next, engine.hook)
+    engine._update = continuous_batching.wrap_prepare_batch_update(
+        lambda ios: (engine.result, [], None), engine.hook
+    )
+    for name, number in (
+        ("schedule", 1),
+        ("update", 1),
+        ("finish", 1),
+        ("admit", 1),
+        ("prefill", 5),
+        ("update", 1),
+    ):
+        getattr(run, name)(number)
+    steps, in_flight, is_alive, _ = run.read()
+    scheduled = [event for event in steps if isinstance(event, events.StepScheduled)]
+    assert [(event.left, len(event.joined), event.tokens) for event in scheduled[-2:]] == [
+        ((), 0, ()),
+        ((1,), 1, ((2, 3),)),
+    ]
+    assert type(steps[-1]) is events.StepDone and not in_flight and is_alive
     recording.stop()
 
 
