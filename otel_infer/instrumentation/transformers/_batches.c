@@ -57,7 +57,7 @@ typedef struct {
 
 typedef struct {
     PyObject_HEAD
-    PyObject *scheduler, *ring, *in_flight, *last_states, *removed, *read_free, *flight_type, *pool, *batch;
+    PyObject *scheduler, *ring, *in_flight, *last_states, *removed, *read_free, *flight_type, *pool, *batch, *announce;
     StepFlight *spare;  /* a flight that is used again */
     long long timing_due_at, size_due_at, kv_total, free_scale, sector_bytes, pool_bytes;
     Allocator allocators[MAX_ALLOCATORS];
@@ -70,7 +70,8 @@ static StepTracker *latest;
 static PyTypeObject *tracker_base;
 
 #define EACH_OF_TRACKER(DO)                                                                                          \
-    DO(scheduler) DO(ring) DO(in_flight) DO(last_states) DO(removed) DO(read_free) DO(flight_type) DO(pool) DO(batch) DO(spare)
+    DO(scheduler) DO(ring) DO(in_flight) DO(last_states) DO(removed) DO(read_free) DO(flight_type) DO(pool) DO(batch) DO(announce)             \
+    DO(spare)
 #define FORGET_StepTracker(self) if (latest == (self)) latest = NULL
 DEFINE_STEP_REFERENCES(StepTracker, EACH_OF_TRACKER)
 
@@ -335,7 +336,12 @@ static int record_batch(StepTracker *self, PyObject *scheduler, PyObject *future
     if (ring->step + 1 >= ring->next_keyframe_step) return 0;
     Py_ssize_t size = PyList_Size(futures), waiting = count_attribute(scheduler, WAITING_REQUESTS);
     long long tokens = PyLong_AsLongLong(query_tokens);
-    if (waiting < 0 || tokens < size || (at >= self->timing_due_at && !self->is_latest)) return 0;
+    if (waiting < 0 || tokens < size) return 0;
+    if (at >= self->timing_due_at && !self->is_latest) {
+        PyObject *done = self->announce == NULL ? NULL : PyObject_CallFunctionObjArgs(self->announce, self, NULL);
+        Py_XDECREF(done);
+        if (done == NULL) return 0;
+    }
     PyObject *active = PyObject_GetAttr(scheduler, names[ACTIVE_REQUESTS]);
     long long free = active != NULL && PyObject_Size(active) == size ? count_free(self) : -1;
     const long long numbers[5] = {size, self->kv_total - free, self->kv_total, size, waiting};
@@ -406,6 +412,7 @@ static PyMemberDef tracker_members[] = {
     STEP_FIELD(StepTracker, T_OBJECT, last_states), STEP_FIELD(StepTracker, T_OBJECT, removed),
     STEP_FIELD(StepTracker, T_OBJECT, read_free), STEP_FIELD(StepTracker, T_OBJECT, flight_type),
     STEP_FIELD(StepTracker, T_OBJECT, pool), STEP_FIELD(StepTracker, T_OBJECT, batch),
+    STEP_FIELD(StepTracker, T_OBJECT, announce),
     STEP_FIELD(StepTracker, T_LONGLONG, size_due_at), STEP_FIELD(StepTracker, T_LONGLONG, timing_due_at),
     STEP_FIELD(StepTracker, T_LONGLONG, kv_total), STEP_FIELD(StepTracker, T_LONGLONG, free_scale),
     STEP_FIELD(StepTracker, T_BOOL, closed), STEP_FIELD(StepTracker, T_BOOL, is_latest), {NULL, 0, 0, 0, NULL}};

@@ -41,6 +41,7 @@ class PythonTracker:
     """The fields of a tracker that compiled code reads and writes as well."""
 
     __slots__ = (
+        "announce",
         "batch",
         "closed",
         "flight_type",
@@ -60,6 +61,7 @@ class PythonTracker:
     scheduler: Any
     ring: Any
     batch: Any
+    announce: Callable[[Any], None]
     in_flight: list[Any]
     last_states: list[Any]
     removed: list[Any]
@@ -101,16 +103,16 @@ class BatchTracker(Tracker):
     """Records the steps of one scheduler, on the thread that runs them.
 
     `read_free` times `free_scale` are the free blocks of the cache, of `kv_total`. The step at `timing_due_at`
-    or after it is timed; until then the model runner `resting_runner` calls no hook. `is_latest`: it is the `latest` of
-    its loop, which has no other tracker.
+    or after it is timed; until then the model runner `resting_runner` calls no hook. `announce` is called with the
+    tracker when a step is due. `is_latest`: it is the `latest` of its loop, which has no other tracker.
     """
 
     __slots__ = ("blocks", "pid", "resting_runner", "writer")
 
-    def __init__(self, writer: BatchWriter, scheduler: Any) -> None:
+    def __init__(self, writer: BatchWriter, scheduler: Any, announce: Callable[[BatchTracker], None]) -> None:
         cache = scheduler.cache
         self.writer, self.pid = writer, os.getpid()
-        self.scheduler = weakref.ref(scheduler)
+        self.scheduler, self.announce = weakref.ref(scheduler), announce
         self.ring, self.batch, self.flight_type = writer.ring, writer, InFlightBatch
         self.resting_runner: Any = None
         self.timing_due_at, self.closed, self.is_latest = 0, False, False

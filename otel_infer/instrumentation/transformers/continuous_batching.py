@@ -52,11 +52,18 @@ def _create_tracker(scheduler: Any) -> BatchTracker | None:
     if writer is None:
         current_loop.latest = None
         return None
-    tracker = scheduler._otel_infer_batches = BatchTracker(writer, scheduler)
+    tracker = scheduler._otel_infer_batches = BatchTracker(writer, scheduler, _announce_timed_step)
     for other in current_loop.trackers:
         other.is_latest = False
     current_loop.trackers = [*filter(_is_alive, current_loop.trackers), tracker]
     return tracker
+
+
+def _announce_timed_step(tracker: BatchTracker) -> None:
+    """Lets `batch_timing` time the next step, which is one of this tracker."""
+    current_loop.latest, tracker.is_latest = tracker, len(current_loop.trackers) == 1
+    if tracker.resting_runner is not None:
+        tracker.end_rest()
 
 
 def remove_from_batch(scheduler: Any, state: Any) -> None:
@@ -135,9 +142,7 @@ def _record_schedule(scheduler: Any, result: Any, hook: Hook) -> None:
         used = total - round(tracker.read_free() * tracker.free_scale)
         at, last, step = now(), tracker.last_states, 0
         if at >= tracker.timing_due_at:
-            current_loop.latest, tracker.is_latest = tracker, len(current_loop.trackers) == 1
-            if tracker.resting_runner is not None:
-                tracker.end_rest()
+            _announce_timed_step(tracker)
         if is_decode and size == len(active) == len(last) and not tracker.removed:
             step = tracker.writer.write_unchanged(size, used, total, size, waiting, at)
         if step:
