@@ -24,6 +24,9 @@ SOURCES = (
     "otel_infer/instrumentation/hooks/_compiled_hook.c",
     "otel_infer/instrumentation/transformers/_requests.c",
     "otel_infer/instrumentation/transformers/_generation.c",
+    "otel_infer/instrumentation/hooks/_step_hook.c",
+    "otel_infer/instrumentation/transformers/_batches.c",
+    "otel_infer/instrumentation/vllm/_scheduler.c",
 )
 MODULE = "otel_infer/ringbuffer/_native.abi3.so"
 

@@ -619,20 +619,20 @@ int is_ring(PyObject *object)
 
 /* ── step ring ──────────────────────────────────────────────────────────────────────────────────────────────── */
 
-typedef struct {
-    PyObject_HEAD
-    Py_buffer memory;
-    long long cells_written, offset, last_offset;
-    long long step, size, next_keyframe_step, next_keyframe_at, next_check_at, check_interval, keyframe_requests;
-    uint32_t scheduled_word, done_word;
-} StepRing;
+static PyTypeObject *step_ring_type;
+
+StepRing *get_step_ring(PyObject *object)
+{
+    StepRing *ring = object != NULL && PyObject_TypeCheck(object, step_ring_type) ? (StepRing *)object : NULL;
+    return ring == NULL || ring->retired ? NULL : ring;
+}
 
 /* Stores a record of one cell: counter, length and code, body, counter (`step_writer.pack_unchanged`). */
 static void store_record(StepRing *self, const char *middle)
 {
     long long offset = self->offset;
     self->offset = offset < self->last_offset ? offset + CELL_BYTES : PAGE;
-    store_cell((char *)self->memory.buf + offset, (uint64_t)++self->cells_written, middle);
+    store_cell(self->cells + offset, (uint64_t)++self->cells_written, middle);
 }
 
 static int read_numbers(PyObject *const *arguments, Py_ssize_t count, Py_ssize_t wanted, long long *numbers)
@@ -651,7 +651,7 @@ static int read_numbers(PyObject *const *arguments, Py_ssize_t count, Py_ssize_t
 /* Makes the next step a keyframe if the last one is too old, or the reader requests one. */
 static void check_keyframe(StepRing *self, int64_t at)
 {
-    long long requests = *(volatile long long *)((char *)self->memory.buf + 8 * W_KEYFRAME_REQUESTED);
+    long long requests = *(volatile long long *)(self->cells + 8 * W_KEYFRAME_REQUESTED);
     self->next_check_at = at + self->check_interval;
     if (at >= self->next_keyframe_at || requests != self->keyframe_requests) {
         self->keyframe_requests = requests;
@@ -659,27 +659,32 @@ static void check_keyframe(StepRing *self, int64_t at)
     }
 }
 
-static PyObject *write_unchanged(StepRing *self, PyObject *const *arguments, Py_ssize_t count)
+long long store_unchanged(StepRing *self, const long long *numbers, int64_t at)
 {
-    long long numbers[6] = {0};  /* size, KV blocks used and in all, running, waiting, instant */
-    if (read_numbers(arguments, count, count == 5 ? 5 : 6, numbers)) return NULL;
-    int64_t at = numbers[5] ? numbers[5] : read_clock();
     long long step = self->step + 1;
     if (at >= self->next_check_at) check_keyframe(self, at);
-    if (step >= self->next_keyframe_step || numbers[0] != self->size) return PyLong_FromLong(0);
+    if (step >= self->next_keyframe_step || numbers[0] != self->size) return 0;
     char middle[END_AT - CODE_AT] = {0};
     uint64_t numbered = (uint64_t)step;
     memcpy(middle, &self->scheduled_word, 4);
     memcpy(middle + 4, &at, 8);
     memcpy(middle + 12, &numbered, 8);
     for (int i = 0; i < 5; i++) {
-        if (numbers[i] < 0 || numbers[i] > UINT32_MAX) { fail_range(); return NULL; }
+        if (numbers[i] < 0 || numbers[i] > UINT32_MAX) return fail_range();
         uint32_t number = (uint32_t)numbers[i];
         memcpy(middle + 28 + 4 * i, &number, 4);
     }
     self->step = step;
     store_record(self, middle);
-    return PyLong_FromLongLong(step);
+    return step;
+}
+
+static PyObject *write_unchanged(StepRing *self, PyObject *const *arguments, Py_ssize_t count)
+{
+    long long numbers[6] = {0};  /* those of `store_unchanged`, instant */
+    if (read_numbers(arguments, count, count == 5 ? 5 : 6, numbers)) return NULL;
+    long long step = store_unchanged(self, numbers, numbers[5] ? numbers[5] : read_clock());
+    return step < 0 ? NULL : PyLong_FromLongLong(step);
 }
 
 static PyObject *check_keyframe_now(StepRing *self, PyObject *instant)
@@ -690,21 +695,159 @@ static PyObject *check_keyframe_now(StepRing *self, PyObject *instant)
     Py_RETURN_NONE;
 }
 
+void store_single_tokens(StepRing *self, long long step, int64_t at, uint32_t discarded)
+{
+    char middle[END_AT - CODE_AT] = {0};
+    memcpy(middle, &self->done_word, 4);
+    memcpy(middle + 4, &at, 8);
+    memcpy(middle + 12, &step, 8);
+    memcpy(middle + 28, &discarded, 4);
+    store_record(self, middle);
+}
+
 static PyObject *write_single_tokens(StepRing *self, PyObject *const *arguments, Py_ssize_t count)
 {
     long long numbers[3] = {0};  /* step, instant, discarded */
     if (read_numbers(arguments, count, count == 2 ? 2 : 3, numbers)) return NULL;
     if (numbers[2] < 0 || numbers[2] > UINT32_MAX) { fail_range(); return NULL; }
-    char middle[END_AT - CODE_AT] = {0};
-    uint32_t discarded = (uint32_t)numbers[2];
-    if (numbers[1] == 0) numbers[1] = read_clock();
-    memcpy(middle, &self->done_word, 4);
-    memcpy(middle + 4, &numbers[1], 8);
-    memcpy(middle + 12, &numbers[0], 8);
-    memcpy(middle + 28, &discarded, 4);
-    store_record(self, middle);
+    store_single_tokens(self, numbers[0], numbers[1] ? numbers[1] : read_clock(), (uint32_t)numbers[2]);
     Py_RETURN_NONE;
 }
+
+/* ── changes of a batch ─────────────────────────────────────────────────────────────────────────────────────── */
+
+enum { SCHEDULED_HEAD = 44, OVERHEAD = 20 };  /* bytes of `events.SCHEDULED_HEAD`; counter, length and code, counter */
+
+static int count_cells(int words)
+{
+    return (OVERHEAD + SCHEDULED_HEAD + 4 * words + CELL_BYTES - 1) / CELL_BYTES;
+}
+
+int takes_change(StepRing *ring, int words, int64_t at)
+{
+    if (at >= ring->next_check_at) check_keyframe(ring, at);
+    return ring->step + 1 < ring->next_keyframe_step &&
+           ring->offset + count_cells(words) * CELL_BYTES <= ring->last_offset;
+}
+
+static void remove_handle(PyObject *handles, Py_ssize_t position)
+{
+    Py_ssize_t size = PyByteArray_Size(handles);
+    char *bytes = PyByteArray_AsString(handles);
+    memmove(bytes + 4 * position, bytes + 4 * position + 4, size - 4 * position - 4);
+    PyByteArray_Resize(handles, size - 4);
+}
+
+static int remove_member(BatchState *batch, Py_ssize_t position)
+{
+    PyObject *key = PyLong_FromVoidPtr(PyList_GetItem(batch->members, position));
+    int failed = key == NULL || PyDict_DelItem(batch->ordinal_of, key);
+    Py_XDECREF(key);
+    remove_handle(batch->packed_handles, position);
+    return PyList_SetSlice(batch->ordinals, position, position + 1, NULL) ||
+           PyList_SetSlice(batch->members, position, position + 1, NULL) || failed;
+}
+
+static int append_member(BatchState *batch, PyObject *member, uint32_t handle)
+{
+    Py_ssize_t size = PyByteArray_Size(batch->packed_handles);
+    PyObject *key = PyLong_FromVoidPtr(member), *ordinal = PyLong_FromLongLong(batch->next_ordinal++);
+    int failed = key == NULL || ordinal == NULL || PyByteArray_Resize(batch->packed_handles, size + 4) ||
+                 PyDict_SetItem(batch->ordinal_of, key, ordinal) || PyList_Append(batch->ordinals, ordinal) ||
+                 PyList_Append(batch->members, member);
+    if (!failed) memcpy(PyByteArray_AsString(batch->packed_handles) + size, &handle, 4);
+    Py_XDECREF(key);
+    Py_XDECREF(ordinal);
+    return failed;
+}
+
+long long store_change(StepRing *ring, BatchState *batch, const BatchChange *change, const long long *load, int64_t at)
+{
+    int words = change->left_count + change->joined_count + 2 * change->tokens_count, cells = count_cells(words);
+    uint64_t counter = (uint64_t)ring->cells_written + 1, step = (uint64_t)ring->step + 1;
+    uint32_t word = (ring->scheduled_word & 0xffff0000) | (uint32_t)(OVERHEAD + SCHEDULED_HEAD + 4 * words);
+    uint16_t counts[3] = {(uint16_t)change->left_count, (uint16_t)change->joined_count, (uint16_t)change->tokens_count};
+    uint32_t numbers[5] = {(uint32_t)change->size, (uint32_t)load[0], (uint32_t)load[1], (uint32_t)load[2],
+                           (uint32_t)load[3]};
+    char *to = ring->cells + ring->offset, *body = to + CODE_AT + 4 + SCHEDULED_HEAD;
+    __atomic_store_n((uint64_t *)to, counter, __ATOMIC_RELAXED);
+    __atomic_thread_fence(__ATOMIC_RELEASE);
+    memset(to + CODE_AT, 0, cells * CELL_BYTES - CODE_AT - 8);
+    memcpy(to + CODE_AT, &word, 4);
+    memcpy(to + 12, &at, 8);
+    memcpy(to + 20, &step, 8);
+    memcpy(to + 30, counts, 6);
+    memcpy(to + 36, numbers, 20);
+    memcpy(body, change->left, 4 * change->left_count);
+    memcpy(body + 4 * change->left_count, change->handles, 4 * change->joined_count);
+    memcpy(body + 4 * (change->left_count + change->joined_count), change->tokens, 8 * change->tokens_count);
+    __atomic_store_n((uint64_t *)(to + cells * CELL_BYTES - 8), counter, __ATOMIC_RELEASE);
+    ring->offset += cells * CELL_BYTES;
+    ring->cells_written += cells;
+    ring->step = (long long)step;
+    ring->size = (long long)change->size;
+    int failed = 0;
+    for (int i = 0; i < change->left_count; i++) failed |= remove_member(batch, change->left[i]);
+    for (int i = 0; i < change->joined_count; i++)
+        failed |= append_member(batch, change->after[change->size - change->joined_count + i], change->handles[i]);
+    if (failed) ring->next_keyframe_step = 0;  /* out of memory: the next step writes all members */
+    return (long long)step;
+}
+
+static PyTypeObject *batch_base;
+
+BatchState *get_batch(PyObject *object)
+{
+    BatchState *batch = (BatchState *)object;
+    if (object == NULL || !PyObject_TypeCheck(object, batch_base)) return NULL;
+    if (batch->members == NULL || batch->packed_handles == NULL || batch->ordinals == NULL || batch->ordinal_of == NULL)
+        return NULL;
+    Py_ssize_t size = PyList_Check(batch->members) ? PyList_Size(batch->members) : -1;
+    return PyList_Check(batch->ordinals) && PyDict_Check(batch->ordinal_of) && PyByteArray_Check(batch->packed_handles) &&
+                   PyList_Size(batch->ordinals) == size && PyByteArray_Size(batch->packed_handles) == 4 * size
+               ? batch
+               : NULL;
+}
+
+static int visit_batch(BatchState *self, visitproc visit, void *arg)
+{
+    Py_VISIT(Py_TYPE((PyObject *)self));
+    Py_VISIT(self->members);
+    Py_VISIT(self->packed_handles);
+    Py_VISIT(self->ordinals);
+    Py_VISIT(self->ordinal_of);
+    return 0;
+}
+
+static int clear_batch(BatchState *self)
+{
+    Py_CLEAR(self->members);
+    Py_CLEAR(self->packed_handles);
+    Py_CLEAR(self->ordinals);
+    Py_CLEAR(self->ordinal_of);
+    return 0;
+}
+
+static void free_batch(BatchState *self)
+{
+    PyTypeObject *type = Py_TYPE((PyObject *)self);
+    PyObject_GC_UnTrack(self);
+    clear_batch(self);
+    ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
+    Py_DECREF(type);
+}
+
+static PyMemberDef batch_members[] = {
+    {"_members", T_OBJECT, offsetof(BatchState, members), 0, NULL},
+    {"_packed_handles", T_OBJECT, offsetof(BatchState, packed_handles), 0, NULL},
+    {"_ordinals", T_OBJECT, offsetof(BatchState, ordinals), 0, NULL},
+    {"_ordinal_of", T_OBJECT, offsetof(BatchState, ordinal_of), 0, NULL},
+    {"_next_ordinal", T_LONGLONG, offsetof(BatchState, next_ordinal), 0, NULL}, {NULL, 0, 0, 0, NULL}};
+static PyType_Slot batch_slots[] = {{Py_tp_new, PyType_GenericNew}, {Py_tp_dealloc, free_batch},
+                                    {Py_tp_traverse, visit_batch},  {Py_tp_clear, clear_batch},
+                                    {Py_tp_members, batch_members}, {0, NULL}};
+static PyType_Spec batch_spec = {"otel_infer.ringbuffer._native.BatchState", sizeof(BatchState), 0,
+                                 Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_BASETYPE, batch_slots};
 
 static int init_step_ring(StepRing *self, PyObject *arguments, PyObject *named)
 {
@@ -715,6 +858,7 @@ static int init_step_ring(StepRing *self, PyObject *arguments, PyObject *named)
                           &self->check_interval)) return -1;
     if (PyObject_GetBuffer(memory, &self->memory, PyBUF_WRITABLE)) return -1;
     if (self->last_offset < PAGE || self->last_offset + CELL_BYTES > self->memory.len) return fail_range();
+    self->cells = self->memory.buf;
     self->offset = PAGE;
     self->scheduled_word = (uint32_t)scheduled;
     self->done_word = (uint32_t)done;
@@ -742,6 +886,7 @@ static PyMethodDef step_ring_methods[] = {
 static PyMemberDef step_ring_members[] = {
     MEMBER(cells_written), MEMBER(offset), MEMBER(last_offset), MEMBER(step), MEMBER(size),
     MEMBER(next_keyframe_step), MEMBER(next_keyframe_at), MEMBER(next_check_at), MEMBER(keyframe_requests),
+    {"retired", T_BOOL, offsetof(StepRing, retired), 0, NULL},
     {NULL, 0, 0, 0, NULL}};
 
 static PyType_Slot step_ring_slots[] = {{Py_tp_init, init_step_ring},
@@ -771,10 +916,17 @@ static int fill_module(PyObject *module)
         return -1;
     }
     request_ring_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &request_ring_spec, NULL);
-    return request_ring_type == NULL || PyModule_AddObjectRef(module, "RequestRing", (PyObject *)request_ring_type) || add_type(module, "StepRing", &step_ring_spec) ||
-           add_exchange_types(module) || add_hook_type(module) || add_transformers_types(module) ||
-           add_generation_types(module) || add_forward_types(module) || add_context_types(module) ||
-           add_lag_type(module) ? -1 : 0;
+    step_ring_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &step_ring_spec, NULL);
+    batch_base = (PyTypeObject *)PyType_FromModuleAndSpec(module, &batch_spec, NULL);
+    return request_ring_type == NULL || step_ring_type == NULL || batch_base == NULL ||
+                   PyModule_AddObjectRef(module, "BatchState", (PyObject *)batch_base) ||
+                   PyModule_AddObjectRef(module, "RequestRing", (PyObject *)request_ring_type) ||
+                   PyModule_AddObjectRef(module, "StepRing", (PyObject *)step_ring_type) ||
+                   add_exchange_types(module) || add_hook_type(module) || add_transformers_types(module) ||
+                   add_generation_types(module) || add_forward_types(module) || add_context_types(module) ||
+                   add_lag_type(module) || add_step_types(module)
+               ? -1
+               : 0;
 }
 
 static PyModuleDef_Slot module_slots[] = {{Py_mod_exec, fill_module}, {0, NULL}};

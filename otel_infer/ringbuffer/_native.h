@@ -46,8 +46,9 @@ typedef struct {
 #define VISIT(field) Py_VISIT(self->field);
 #define FIELD(Type, kind, name) {#name, kind, offsetof(Type, name), 0, NULL}
 
-/* Defines the three functions that a type with references needs. */
-#define DEFINE_REFERENCES(Type, EACH)                                                                                \
+/* Defines the three functions that a type with references needs. `forget`: what is done before they are dropped. */
+#define DEFINE_REFERENCES(Type, EACH) DEFINE_REFERENCES_AND(Type, EACH, (void)self)
+#define DEFINE_REFERENCES_AND(Type, EACH, forget)                                                                    \
     static int visit_##Type(Type *self, visitproc visit, void *arg)                                                  \
     {                                                                                                                \
         Py_VISIT(Py_TYPE((PyObject *)self));                                                                         \
@@ -63,6 +64,7 @@ typedef struct {
     {                                                                                                                \
         PyTypeObject *type = Py_TYPE((PyObject *)self);                                                              \
         PyObject_GC_UnTrack(self);                                                                                   \
+        forget;                                                                                                      \
         clear_##Type(self);                                                                                          \
         ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);                                                          \
         Py_DECREF(type);                                                                                             \
@@ -104,6 +106,19 @@ int write_operation(RequestState *self, PyObject *names);
 /* Writes the end of a request that succeeded, and frees its slot. Returns as above. */
 int close_succeeded(RequestState *self, int64_t at, PyObject *no_text, PyObject *empty_context);
 
+/* ── rings ───────────────────────────────────────────────────────────────────────────────────────────────────── */
+
+/* The ring of an engine's steps (`step_ring.PythonStepRing`); what each step needs comes first. */
+typedef struct {
+    PyObject_HEAD
+    char *cells;
+    long long offset, last_offset, cells_written, step, size, next_keyframe_step, next_check_at;
+    uint32_t scheduled_word, done_word;
+    char retired;  /* it belongs to the parent process, or is closed: nothing may be written */
+    long long next_keyframe_at, check_interval, keyframe_requests;
+    Py_buffer memory;
+} StepRing;
+
 int64_t read_clock(void);
 int is_ring(PyObject *object);
 
@@ -131,6 +146,41 @@ int write_attribute(RequestRing *ring, int code, uint32_t handle, int64_t at, Py
 RequestRing *get_ring(RequestState *request);
 /* Records, once, that a token reached the part of the server that serves the client. Returns -1 after an exception. */
 int mark_token_reached(RequestState *request);
+
+/* ── steps ───────────────────────────────────────────────────────────────────────────────────────────────────── */
+
+/* Returns the object as a ring that may be written; NULL without an exception if it is none. */
+StepRing *get_step_ring(PyObject *object);
+
+/* Writes a batch with the members of the last one: size, KV blocks used and in all, running, waiting. Returns its step;
+ * 0 = its members must be written; -1 after an exception. */
+long long store_unchanged(StepRing *ring, const long long *numbers, int64_t at);
+void store_single_tokens(StepRing *ring, long long step, int64_t at, uint32_t discarded);
+
+/* What `batch_writer.BatchWriter` holds of the batch that was written last. */
+typedef struct {
+    PyObject_HEAD
+    PyObject *members, *packed_handles, *ordinals, *ordinal_of;
+    long long next_ordinal;
+} BatchState;
+
+BatchState *get_batch(PyObject *object);
+
+/* A change of the batch: positions of members that left, each at its removal; handles of newcomers, which are the last
+ * `joined_count` of `after`; (position, tokens) of a few. `after`: all members, borrowed. */
+enum { MAX_CHANGES = 16, MAX_MEMBERS = 1024 };
+typedef struct {
+    uint32_t left[MAX_CHANGES], handles[MAX_CHANGES], tokens[2 * MAX_CHANGES];
+    int left_count, joined_count, tokens_count;
+    Py_ssize_t size;
+    PyObject *after[MAX_MEMBERS];
+} BatchChange;
+
+/* Whether a change of this many words may be written at this instant, instead of a keyframe. */
+int takes_change(StepRing *ring, int words, int64_t at);
+
+/* Writes a change and applies it. `load`: KV blocks used and in all, running, waiting. Returns the step. */
+long long store_change(StepRing *ring, BatchState *batch, const BatchChange *change, const long long *load, int64_t at);
 
 /* ── hooks (`instrumentation/hooks/_compiled_hook.c`) ──────────────────────────────────────────────────────── */
 
@@ -164,6 +214,7 @@ int is_exactly(PyObject *value, PyObject *wanted);
 
 /* The places of the hooks, ended by one without a name, and the types of each source. */
 extern const HookPlace asgi_places[], transformers_places[], generation_places[], context_places[];
+int add_step_types(PyObject *module);
 int add_exchange_types(PyObject *module);
 int add_hook_type(PyObject *module);
 int add_transformers_types(PyObject *module);

@@ -14,12 +14,13 @@ import threading
 from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from otel_infer import _clock
 from otel_infer.ringbuffer import events, layout
 from otel_infer.ringbuffer.arena import MemoryArena
 from otel_infer.ringbuffer.layout import RingSizes
+from otel_infer.ringbuffer.native import native
 from otel_infer.ringbuffer.step_writer import CHANGE_LAYOUTS, StepWriter
 
 KEYFRAME_STEPS = 256
@@ -47,7 +48,23 @@ class HandleTable(dict[Any, bytes]):
         self[key] = struct.pack("<I", handle)
 
 
-class BatchWriter:
+class PythonBatchState:
+    """What is known of the batch that was written last, for compiled code as well."""
+
+    _members: list[Any]
+    _packed_handles: bytearray
+    _ordinals: list[int]
+    _ordinal_of: dict[int, int]
+    _next_ordinal: int
+
+
+if TYPE_CHECKING:
+    BatchState = PythonBatchState
+else:
+    BatchState = PythonBatchState if native is None else native.BatchState
+
+
+class BatchWriter(BatchState):
     """Writer of the steps of one engine thread.
 
     Members are the objects that the engine lists; they are compared by identity and by `==`. `handles` binds
@@ -58,11 +75,8 @@ class BatchWriter:
     def __init__(self, writer: StepWriter, handles: HandleTable, number: int = 0) -> None:
         self.number = number
         self._use_writer(writer)
-        self._members: list[Any] = []
-        self._packed_handles = bytearray()
-        self._ordinals: list[int] = []
-        self._ordinal_of: dict[int, int] = {}
-        self._next_ordinal = 0
+        self._members, self._packed_handles = [], bytearray()
+        self._ordinals, self._ordinal_of, self._next_ordinal = [], {}, 0
         self.handles = handles
         self.pack_handles: Callable[[Iterable[Any]], bytes] = lambda members: b"".join(
             map(handles.__getitem__, members)
@@ -73,6 +87,11 @@ class BatchWriter:
         """Uses this ring; its two frequent records are written without a call in between."""
         self._writer = writer
         self.write_unchanged, self.write_single_tokens = writer.write_unchanged, writer.write_single_tokens
+
+    @property
+    def ring(self) -> StepWriter:
+        """The ring that is written, until it is detached."""
+        return self._writer
 
     def assign_to_thread(self) -> BatchWriter:
         """Records the calling thread as the writer from now on; returns the writer."""
@@ -204,7 +223,7 @@ class BatchWriter:
 
         Later steps go to memory that is never read.
         """
-        self.alive = False
+        self.alive, self._writer.retired = False, True
         sizes = RingSizes(step_cells=8192)
         self._use_writer(StepWriter(MemoryArena(), "", "", sizes))
 

@@ -32,7 +32,7 @@ class PythonStepRing:
     """Where the next record begins, and when the next keyframe is due.
 
     `cells_written`: cells so far. `offset`: where the next record begins, at most `last_offset`. `step`: the
-    last step's number. `size`: the members of its batch. The step `next_keyframe_step`, or the first one from
+    last step's number. `size`: the members of its batch. `retired`: compiled code must not write it any more. The step `next_keyframe_step`, or the first one from
     the instant `next_keyframe_at` on, is a keyframe. `keyframe_requests`: those of the reader that were met.
     """
 
@@ -46,6 +46,7 @@ class PythonStepRing:
         "next_keyframe_at",
         "next_keyframe_step",
         "offset",
+        "retired",
         "size",
         "step",
     )
@@ -58,6 +59,7 @@ class PythonStepRing:
         self._words = memoryview(memory)[: layout.HEADER_WORDS * 8].cast("Q")
         self.offset, self.last_offset = _PAGE, last_offset
         self.cells_written = self.step = self.size = 0
+        self.retired = False
         self.next_keyframe_step = self.next_keyframe_at = self.next_check_at = self.keyframe_requests = 0
 
     def write_unchanged(

@@ -62,7 +62,6 @@ class RandomEngine:
         self.in_flight: deque[InFlight] = deque()
         self.scheduled: dict[int, Scheduled] = {}
         self.done: dict[int, Done] = {}
-        self.unchanged = 0
         self._created = 0
         self._watch("_free_request")
         self._watch("_preempt_request")

@@ -50,14 +50,6 @@ def run_random(engine: RandomEngine) -> ReadSteps:
     steps = steps_module.get_scheduler_steps(engine.scheduler)
     assert steps is not None
     read = ReadSteps(steps.writer._writer.memory)
-    write_unchanged = steps.write_unchanged
-
-    def count_unchanged(*load: int) -> int:
-        step = write_unchanged(*load)
-        engine.unchanged += step > 0
-        return step
-
-    steps.write_unchanged = count_unchanged
     operations = (
         [engine.step] * 70 + [engine.add] * 9 + [engine.abort] * 3 + [engine.extend] * 2
         + [engine.reset_cache, engine.reinstall_hooks]
@@ -92,7 +84,16 @@ def test_step_log_equals_what_the_scheduler_did(
             steps.writer.handles.bind_handle(request.request_id, len(names))
         original(scheduler, request)
 
+    changed: list[Any] = []
+    record_scheduled = steps_module.SchedulerSteps.record_scheduled
+
+    def count_changed(*arguments: Any) -> None:
+        if arguments[-1].num_scheduled_tokens:
+            changed.append(arguments)
+        record_scheduled(*arguments)
+
     monkeypatch.setattr(engine_core, "_record_received", bind)
+    monkeypatch.setattr(steps_module.SchedulerSteps, "record_scheduled", count_changed)
     read = run_random(engine)
     assert probe.count_errors() == 0
     for step, truth in engine.scheduled.items():
@@ -106,4 +107,4 @@ def test_step_log_equals_what_the_scheduler_did(
     assert {step: read.done.get(step) for step in engine.done} == engine.done
     assert engine.scheduled and engine.done
     if how.get("blocks") is None and "options" not in CASES[case]:
-        assert engine.unchanged > 20
+        assert len(engine.scheduled) - len(changed) > 20

@@ -7,31 +7,30 @@ import os
 import re
 from typing import Any
 
-from otel_infer import _clock
 from otel_infer.ringbuffer import events
 from otel_infer.ringbuffer.recorder import recorder
 
-RECORD_INTERVAL = 64
-"""Calls per recorded event: the first call records one, then every 64th."""
+RECORD_INTERVAL_NS = 1_000_000_000
 
 
 class KvBlockSizeRecorder:
-    """Records the size of an engine's KV blocks: at its first step, then now and then when its batch changes.
+    """Records the size of an engine's KV blocks: at its first step, then at most once a second when its batch changes.
 
     It is repeated because a sidecar that was restarted may find the first event overwritten.
     `block_tokens`: tokens per block; 0 = unknown, nothing is recorded. `ring_number`: the number of the
-    engine's step ring.
+    engine's step ring. `due_at`: the instant from which it is repeated.
     """
 
     def __init__(self, engine: str, ring_number: int, block_tokens: int) -> None:
         self._event_fields = engine, os.getpid(), ring_number, block_tokens
-        self._call_count = -1
+        self.due_at = 0
 
-    def record_block_size(self) -> None:
-        """Records the block size at the first call and at every `RECORD_INTERVAL`-th call after it."""
-        self._call_count += 1
-        if self._event_fields[-1] and self._call_count % RECORD_INTERVAL == 0:
-            recorder.record_process(events.BlocksSized(_clock.now(), *self._event_fields))
+    def record_if_due(self, at: int) -> None:
+        """Records the block size, at most once per `RECORD_INTERVAL_NS`. `at`: now (monotonic ns)."""
+        if at >= self.due_at:
+            self.due_at = at + RECORD_INTERVAL_NS
+            if self._event_fields[-1]:
+                recorder.record_process(events.BlocksSized(at, *self._event_fields))
 
 
 _SEPARATORS = re.compile(r"[/\\]")

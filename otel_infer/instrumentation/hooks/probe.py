@@ -24,11 +24,12 @@ import sys
 import traceback
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
 from types import AsyncGeneratorType, CoroutineType, GeneratorType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import wrapt
 
 from otel_infer.instrumentation.hooks.target import Parameters
+from otel_infer.ringbuffer.native import native
 
 log = logging.getLogger(__name__)
 
@@ -49,14 +50,28 @@ def count_errors() -> int:
     return len(_failures)
 
 
-class Hook:
+class PythonHookState:
+    """The state of a hook that compiled code reads as well."""
+
+    __slots__ = ("alive",)
+
+    alive: bool
+
+
+if TYPE_CHECKING:
+    HookState = PythonHookState
+else:
+    HookState = PythonHookState if native is None else native.HookState
+
+
+class Hook(HookState):
     """The state of the hook on one target.
 
     A hot-path hook reads `alive` and passes the exceptions of our code to `mark_failed`, or to
     `count_failure` where a request can cause them: one odd request must not end the recording of all others.
     """
 
-    __slots__ = ("_logged", "alive", "target")
+    __slots__ = ("_logged", "target")
 
     def __init__(self, target: str) -> None:
         self.target = target

@@ -36,7 +36,8 @@ def wrap_compute_batch(original: Callable[..., Any], hook: Hook) -> Callable[...
             if timing.is_device_timed:
                 tracker.timing_due_at = 0
             else:
-                current_loop.latest, tracker.timing_due_at = None, _clock.now() + HOST_SAMPLE_NS
+                current_loop.latest, tracker.is_latest = None, False
+                tracker.timing_due_at = _clock.now() + HOST_SAMPLE_NS
                 if type(self).compute_batch is compute_batch:  # else another library has wrapped ours
                     tracker.resting_runner, self.compute_batch = self, MethodType(original, self)
         except Exception as exc:

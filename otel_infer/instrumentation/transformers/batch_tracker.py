@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import os
+import weakref
 from array import array
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import repeat
 from operator import attrgetter, is_
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from otel_infer import _clock
 from otel_infer.instrumentation.hooks.engines import KvBlockSizeRecorder
 from otel_infer.instrumentation.transformers import kv_cache
 from otel_infer.instrumentation.transformers._instrumentor import ENGINE
 from otel_infer.ringbuffer.batch_writer import BatchWriter
+from otel_infer.ringbuffer.native import native
 from otel_infer.ringbuffer.recorder import recorder
 
 UNKNOWN_HANDLE = bytes(4)
+MAX_FLIGHTS = 8
 
 _get_state = attrgetter("state")
 _get_handle = attrgetter("otel_infer_handle")
@@ -26,57 +28,115 @@ _get_scheduled_tokens = attrgetter("state.tokens_to_process")
 _get_has_new_token = attrgetter("has_new_token")
 
 
-class InFlightBatch:
+class PythonFlight:
+    """The fields of a step in flight that compiled code reads and writes as well."""
+
+    step: int = 0
+    first_future: Any = None
+    states: Any = None
+    decode_only = is_plain = True
+
+
+class PythonTracker:
+    """The fields of a tracker that compiled code reads and writes as well."""
+
+    __slots__ = (
+        "announce",
+        "batch",
+        "closed",
+        "flight_type",
+        "free_scale",
+        "in_flight",
+        "is_latest",
+        "kv_total",
+        "last_states",
+        "read_free",
+        "removed",
+        "ring",
+        "scheduler",
+        "size_due_at",
+        "timing_due_at",
+    )
+
+    scheduler: Any
+    ring: Any
+    batch: Any
+    announce: Callable[[Any], None]
+    in_flight: list[Any]
+    last_states: list[Any]
+    removed: list[Any]
+    read_free: Callable[[], float]
+    flight_type: Any
+    timing_due_at: int
+    size_due_at: int
+    kv_total: int
+    free_scale: int
+    closed: bool
+    is_latest: bool
+
+    def make_latest(self) -> None:
+        """Does nothing: Python code looks at all trackers."""
+
+
+if TYPE_CHECKING:
+    Flight = PythonFlight
+    Tracker = PythonTracker
+else:
+    Flight = PythonFlight if native is None else native.StepFlight
+    Tracker = PythonTracker if native is None else native.StepTracker
+
+
+class InFlightBatch(Flight):
     """A step between schedule and update; `step` becomes 0 if it is recorded as done before its update.
 
     `token_column`: tokens delivered per member (u32), empty = one each. `chunk_positions`: members that get
     no token, because their prompt is not done. `decode_only`: each member is scheduled for one token.
-    `is_plain`: each member gets one token. Most steps are plain, so their values are class attributes.
+    `is_plain`: each member gets one token. Most steps are plain, so the other values are class attributes.
     """
 
-    step: int
-    first_future: Any
-    states: list[Any]
     token_column = b""
     chunk_positions: tuple[int, ...] = ()
     removed_states: tuple[Any, ...] = ()
-    decode_only = is_plain = True
 
 
-class BatchTracker:
+class BatchTracker(Tracker):
     """Records the steps of one scheduler, on the thread that runs them.
 
     `read_free` times `free_scale` are the free blocks of the cache, of `kv_total`. The step at `timing_due_at`
-    or after it is timed; until then the model runner `resting_runner` calls no hook.
+    or after it is timed; until then the model runner `resting_runner` calls no hook. `announce` is called with the
+    tracker when a step is due. `is_latest`: it is the `latest` of its loop, which has no other tracker.
     """
 
-    __slots__ = (
-        "blocks",
-        "closed",
-        "free_scale",
-        "in_flight",
-        "kv_total",
-        "last_states",
-        "pid",
-        "read_free",
-        "removed",
-        "resting_runner",
-        "timing_due_at",
-        "writer",
-    )
+    __slots__ = ("blocks", "pid", "resting_runner", "writer")
 
-    def __init__(self, writer: BatchWriter, cache: Any) -> None:
+    def __init__(self, writer: BatchWriter, scheduler: Any, announce: Callable[[BatchTracker], None]) -> None:
+        cache = scheduler.cache
         self.writer, self.pid = writer, os.getpid()
-        self.closed = False
-        self.timing_due_at = 0
+        self.scheduler, self.announce = weakref.ref(scheduler), announce
+        self.ring, self.batch, self.flight_type = writer.ring, writer, InFlightBatch
         self.resting_runner: Any = None
-        self.removed: list[Any] = []
-        self.last_states: list[Any] = []
-        self.in_flight: deque[InFlightBatch] = deque(maxlen=8)
+        self.timing_due_at, self.closed, self.is_latest = 0, False, False
+        self.removed, self.last_states, self.in_flight = [], [], []
         self.read_free, self.free_scale, self.kv_total = kv_cache.find_free_blocks(cache)
+        if native is not None:
+            kv_cache.bind_pool(self, cache)
         self.blocks = KvBlockSizeRecorder(ENGINE, writer.number, kv_cache.tokens_per_block(cache))
-        self.blocks.record_block_size()
+        self._record_block_size(_clock.now())
         writer.pack_handles = _pack_handles
+
+    def _record_block_size(self, at: int) -> None:
+        self.blocks.record_if_due(at)
+        self.size_due_at = self.blocks.due_at
+
+    def add_flight(self, step: int, first_future: Any, states: list[Any]) -> InFlightBatch:
+        """Adds a step of which each member gets one token; the oldest of more than `MAX_FLIGHTS` is dropped."""
+        flight = InFlightBatch()
+        flight.step, flight.first_future, flight.states = step, first_future, states
+        if len(self.in_flight) >= MAX_FLIGHTS:
+            del self.in_flight[0]
+        self.in_flight.append(flight)
+        self.make_latest()
+        return flight
 
     def record_changed(
         self,
@@ -85,35 +145,33 @@ class BatchTracker:
         query_tokens: int,
         decode_only: bool,
         load: tuple[int, int, int, int],
+        at: int,
     ) -> None:
         """Records a batch that is not the last one, or a keyframe. `load`: as in `BatchWriter.write_scheduled`.
 
         `query_tokens`: the sum of the tokens scheduled for its members.
         """
-        flight = InFlightBatch()
-        flight.first_future, flight.decode_only = futures[0], decode_only
         prefills = _NO_PREFILLS if decode_only else _find_prefills(futures, query_tokens)
-        scheduled_column = b""
+        scheduled_column = token_column = b""
         if len(futures) == len(active) and prefills is not None:
             states = list(active.values())
         else:
             states = list(map(_get_state, futures))
         if prefills is None:
             scheduled_column = _encode_scheduled_tokens(futures)
-            flight.token_column, flight.is_plain = (
-                array("I", map(_get_has_new_token, futures)).tobytes(),
-                False,
-            )
+            token_column = array("I", map(_get_has_new_token, futures)).tobytes()
         several, unfinished = prefills or _NO_PREFILLS
-        flight.step = self.writer.write_scheduled(states, self.removed, scheduled_column, *load, several)
-        for state in unfinished:
-            flight.chunk_positions += (self.writer.find_position(state),)
-            flight.is_plain = False
+        step = self.writer.write_scheduled(states, self.removed, scheduled_column, *load, several)
+        flight = self.add_flight(step, futures[0], states)
+        flight.decode_only = decode_only
+        if token_column or unfinished:
+            flight.is_plain, flight.token_column = False, token_column
+            flight.chunk_positions = tuple(map(self.writer.find_position, unfinished))
         if self.removed:
             self.removed = []
-            self.blocks.record_block_size()
-        self.last_states = flight.states = states
-        self.in_flight.append(flight)
+            if at >= self.size_due_at:
+                self._record_block_size(at)
+        self.last_states = states
 
     def record_done(self, first_future: Any) -> None:
         """Records that the tokens of the step with this first future are on the host.
@@ -125,8 +183,8 @@ class BatchTracker:
             if not any(flight.first_future is first_future for flight in flights):
                 return
             while flights[0].first_future is not first_future:  # results of earlier steps are never fetched
-                flights.popleft()
-        flight = flights.popleft()
+                del flights[0]
+        flight = flights.pop(0)
         if not flight.step:
             return
         column, discarded = flight.token_column, 0
@@ -168,6 +226,7 @@ class BatchTracker:
         self.closed = True
         self.end_rest()
         self.in_flight.clear()
+        self.ring = self.batch = None
         self.last_states = []
         recorder.release_batch_writer(ENGINE, self.writer)
 
@@ -182,7 +241,7 @@ class BatchTracker:
         if not self.in_flight:
             self.removed, self.last_states = [], []
             self.writer.clear_batch()
-            self.blocks.record_block_size()
+            self._record_block_size(_clock.now())
 
 
 def _contains_state(states: Iterable[Any], state: Any) -> bool:

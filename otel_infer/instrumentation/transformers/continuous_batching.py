@@ -5,7 +5,7 @@
 
 The end of a step is matched to its start by the step's first future, which the library carries through. With
 asynchronous batching two steps are in flight. Tokens scheduled for a sequence that finished meanwhile count
-as discarded. Releases before 5.18 count free blocks, later ones a free share. Before 5.6 a future has no
+as discarded. Where it was built, `_batches.c` records the steady steps. Releases before 5.18 count free blocks, later ones a free share. Before 5.6 a future has no
 query length.
 """
 
@@ -18,9 +18,10 @@ from typing import Any
 
 from otel_infer._clock import now
 from otel_infer.instrumentation.hooks.probe import Hook
+from otel_infer.instrumentation.hooks.step_hook import CB_SCHEDULE, CB_UPDATE, compile_step_hook
 from otel_infer.instrumentation.hooks.suppression import suppress_torch
 from otel_infer.instrumentation.transformers._instrumentor import ENGINE, instrumentor
-from otel_infer.instrumentation.transformers.batch_tracker import BatchTracker, InFlightBatch
+from otel_infer.instrumentation.transformers.batch_tracker import BatchTracker
 from otel_infer.ringbuffer.recorder import recorder
 
 CB = "transformers.generation.continuous_batching"
@@ -51,9 +52,18 @@ def _create_tracker(scheduler: Any) -> BatchTracker | None:
     if writer is None:
         current_loop.latest = None
         return None
-    tracker = scheduler._otel_infer_batches = BatchTracker(writer, scheduler.cache)
+    tracker = scheduler._otel_infer_batches = BatchTracker(writer, scheduler, _announce_timed_step)
+    for other in current_loop.trackers:
+        other.is_latest = False
     current_loop.trackers = [*filter(_is_alive, current_loop.trackers), tracker]
     return tracker
+
+
+def _announce_timed_step(tracker: BatchTracker) -> None:
+    """Lets `batch_timing` time the next step, which is one of this tracker."""
+    current_loop.latest, tracker.is_latest = tracker, len(current_loop.trackers) == 1
+    if tracker.resting_runner is not None:
+        tracker.end_rest()
 
 
 def remove_from_batch(scheduler: Any, state: Any) -> None:
@@ -100,47 +110,49 @@ for _target in (f"{MANAGER}._run_generation_loop", f"{PROCESSOR}.warmup"):
 
 
 def _wrap_schedule_batch(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
-    """Records a composed batch.
-
-    A scheduled state is active, and scheduled once. So the batch is the last one if it has as many members as
-    are active, as many as before, nobody was removed, and each gets its next token. Such a step enters no
-    other function of ours.
-    """
+    """Records a composed batch."""
 
     def schedule_batch(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)
-        if hook.alive:
-            try:
-                if not (futures := result[0]):
-                    return result
-                tracker: Any = getattr(self, "_otel_infer_batches", None)
-                if tracker is None or tracker.closed or not tracker.writer.alive:
-                    tracker = _create_tracker(self)
-                    if tracker is None:
-                        return result
-                active, size, tokens = self.active_requests, len(futures), result[2]
-                is_decode = tokens == size and futures[-1].has_new_token and not self._requests_to_fork
-                total, waiting = tracker.kv_total, len(self.waiting_requests)
-                used = total - round(tracker.read_free() * tracker.free_scale)
-                at, last, step = now(), tracker.last_states, 0
-                if at >= tracker.timing_due_at:
-                    current_loop.latest = tracker
-                    if tracker.resting_runner is not None:
-                        tracker.end_rest()
-                if is_decode and size == len(active) == len(last) and not tracker.removed:
-                    step = tracker.writer.write_unchanged(size, used, total, size, waiting, at)
-                if step:
-                    flight = InFlightBatch()
-                    flight.step, flight.first_future, flight.states = step, futures[0], last
-                    tracker.in_flight.append(flight)
-                else:
-                    load = used, total, len(active), waiting
-                    tracker.record_changed(active, futures, tokens, is_decode, load)
-            except Exception as exc:
-                hook.mark_failed(exc)
+        _record_schedule(self, result, hook)
         return result
 
-    return schedule_batch
+    return compile_step_hook(CB_SCHEDULE, original, _record_schedule, hook, schedule_batch)
+
+
+def _record_schedule(scheduler: Any, result: Any, hook: Hook) -> None:
+    """Records any batch.
+
+    A scheduled state is active, and scheduled once. So the batch is the last one if it has as many members as
+    are active, as many as before, nobody was removed, and each gets its next token.
+    """
+    if not hook.alive:
+        return
+    try:
+        if not (futures := result[0]):
+            return
+        tracker: Any = getattr(scheduler, "_otel_infer_batches", None)
+        if tracker is None or tracker.closed or not tracker.writer.alive:
+            tracker = _create_tracker(scheduler)
+            if tracker is None:
+                return
+        active, size, tokens = scheduler.active_requests, len(futures), result[2]
+        is_decode = tokens == size and futures[-1].has_new_token and not scheduler._requests_to_fork
+        total, waiting = tracker.kv_total, len(scheduler.waiting_requests)
+        used = total - round(tracker.read_free() * tracker.free_scale)
+        at, last, step = now(), tracker.last_states, 0
+        if at >= tracker.timing_due_at:
+            _announce_timed_step(tracker)
+        if is_decode and size == len(active) == len(last) and not tracker.removed:
+            step = tracker.writer.write_unchanged(size, used, total, size, waiting, at)
+        if step:
+            tracker.add_flight(step, futures[0], last)
+        else:
+            tracker.record_changed(
+                active, futures, tokens, is_decode, (used, total, len(active), waiting), at
+            )
+    except Exception as exc:
+        hook.mark_failed(exc)
 
 
 for _class in ("FIFOScheduler", "PrefillFirstScheduler"):
@@ -153,18 +165,20 @@ def wrap_prepare_batch_update(original: Callable[..., Any], hook: Hook) -> Calla
 
     def prepare_batch_update(self: Any) -> Any:
         result = original(self)
-        if hook.alive:
-            try:
-                if futures := result[0]:
-                    for tracker in current_loop.trackers:
-                        if flights := tracker.in_flight:
-                            flight = flights[0]
-                            if flight.first_future is futures[0] and flight.is_plain:
-                                tracker.writer.write_single_tokens(flights.popleft().step, 0)
-                            else:
-                                tracker.record_done(futures[0])
-            except Exception as exc:
-                hook.mark_failed(exc)
+        _record_update(self, result, hook)
         return result
 
-    return prepare_batch_update
+    return compile_step_hook(CB_UPDATE, original, _record_update, hook, prepare_batch_update)
+
+
+def _record_update(outputs: Any, result: Any, hook: Hook) -> None:
+    """Records the end of any step."""
+    if not hook.alive:
+        return
+    try:
+        if futures := result[0]:
+            for tracker in current_loop.trackers:
+                if tracker.in_flight:
+                    tracker.record_done(futures[0])
+    except Exception as exc:
+        hook.mark_failed(exc)

@@ -7,6 +7,7 @@ read at each step.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -84,6 +85,22 @@ def find_free_blocks(cache: Any) -> tuple[Callable[[], float], int, int]:
     if hasattr(cache, "compute_free_capacity"):
         return cache.compute_free_capacity, total, total
     return cache.get_num_free_blocks, 1, total
+
+
+def bind_pool(tracker: Any, cache: Any) -> None:
+    """Lets compiled code read the counts of the cache's pool, if they give what the cache itself computes.
+
+    The pool is that of transformers from 5.18 on.
+    """
+    with contextlib.suppress(Exception):
+        allocators = list(cache.cache_allocators.values())
+        if all(allocator.pool is cache.pool for allocator in allocators):
+            blocks = [(allocator.index, allocator.bytes_per_block) for allocator in allocators]
+            whole = cache.num_sectors * cache.bytes_per_sector
+            free = tracker.use_pool(cache.pool, cache.bytes_per_sector, whole, blocks)
+            if free == round(tracker.read_free() * tracker.free_scale):
+                return
+    tracker.pool = None
 
 
 def tokens_per_block(cache: Any) -> int:

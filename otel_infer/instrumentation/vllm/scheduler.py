@@ -9,8 +9,8 @@ first, then resumed and new requests. Tokens computed for a request that ended m
 Empty steps (polls of a KV connector) and dummy batches (of a rank that keeps pace with its peers) are only
 counted.
 
-The hooks run at every step on the thread on which all streams wait, so a usual step is recorded here, without
-work per member. `scheduler_steps` records all others.
+The hooks run at every step on the thread on which all streams wait, so a usual step is recorded without work per
+member: by `_scheduler.c` where it was built. `scheduler_steps` records all others.
 """
 
 from __future__ import annotations
@@ -20,6 +20,12 @@ from typing import Any
 
 from otel_infer import _clock
 from otel_infer.instrumentation.hooks.probe import Hook
+from otel_infer.instrumentation.hooks.step_hook import (
+    VLLM_EVICT,
+    VLLM_SCHEDULE,
+    VLLM_UPDATE,
+    compile_step_hook,
+)
 from otel_infer.instrumentation.vllm import scheduler_steps
 from otel_infer.instrumentation.vllm._instrumentor import (
     DUMMY_BATCHES,
@@ -29,6 +35,8 @@ from otel_infer.instrumentation.vllm._instrumentor import (
     instrumentor,
 )
 from otel_infer.instrumentation.vllm.scheduler_steps import dummy_batches, evictions
+from otel_infer.instrumentation.vllm.scheduler_waits import NOTHING_WAITS
+from otel_infer.ringbuffer.native import native
 from otel_infer.ringbuffer.recorder import recorder
 
 ENGINE_CORE = "vllm.v1.engine.core:EngineCore"
@@ -41,43 +49,33 @@ _now = _clock.now
 def wrap_schedule(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     def schedule(self: Any, *args: Any, **kwargs: Any) -> Any:
         output = original(self, *args, **kwargs)
-        if not hook.alive:
-            scheduler_steps.forget_batch(self)
-            return output
-        try:
-            steps, size = getattr(self, "otel_infer_batches", None), len(output.num_scheduled_tokens)
-            if (
-                steps is not None
-                and size == steps.size
-                and size == len(self.running)
-                and size == output.total_num_scheduled_tokens
-                and steps.hook is hook
-                and not output.scheduled_new_reqs
-                and not output.scheduled_cached_reqs.resumed_req_ids
-                and not steps.removed
-            ):
-                waiting, total = steps.waiting, steps.total_blocks
-                if waiting or steps.waiting_reporter.reasons:
-                    steps.waiting_reporter.on_scheduled(self, _now(), waiting)
-                used = total - steps.free_blocks.num_free_blocks
-                step = steps.write_unchanged(size, used, total, size, waiting)
-                if step:
-                    steps.scheduled = step
-                    output.otel_infer_step = steps.pid, step  # read by the hooks in the workers
-                    return output
-            _record_scheduled(self, output, hook)
-        except Exception as exc:
-            hook.mark_failed(exc)
+        _record_schedule(self, output, hook)
         return output
 
-    return schedule
+    return compile_step_hook(VLLM_SCHEDULE, original, _record_schedule, hook, schedule)
 
 
-def _record_scheduled(scheduler: Any, output: Any, hook: Hook) -> None:
-    """Records any step, in the slower way."""
-    steps = scheduler_steps.get_scheduler_steps(scheduler, hook) if recorder.active else None
-    if steps is not None:
-        steps.record_scheduled(scheduler, output)
+def _record_schedule(scheduler: Any, output: Any, hook: Hook) -> None:
+    """Records any composed batch."""
+    if not hook.alive:
+        scheduler_steps.forget_batch(scheduler)
+        return
+    try:
+        steps = getattr(scheduler, "otel_infer_batches", None)
+        # Compiled code has recorded a usual step, unless the waiting requests are to be reported.
+        is_known = native and steps is not None and steps.report_due_at == NOTHING_WAITS
+        if (
+            steps is not None
+            and steps.hook is hook
+            and not is_known
+            and steps.record_usual(scheduler, output)
+        ):
+            return
+        steps = scheduler_steps.get_scheduler_steps(scheduler, hook) if recorder.active else None
+        if steps is not None:
+            steps.record_scheduled(scheduler, output)
+    except Exception as exc:
+        hook.mark_failed(exc)
 
 
 @instrumentor.patch_hot_path(
@@ -98,48 +96,51 @@ def wrap_update_from_output(original: Callable[..., Any], hook: Hook) -> Callabl
                         steps.count_drafts(scheduler_output, self, model_runner_output)
             except Exception as exc:
                 hook.mark_failed(exc)
-        if args or kwargs:  # of a later release
-            result = original(self, scheduler_output, model_runner_output, *args, **kwargs)
-        else:  # costs less
-            result = original(self, scheduler_output, model_runner_output)
-        if step and hook.alive:
-            try:
-                outputs = 0
-                for of_client in result.values():
-                    outputs += len(of_client.outputs)
-                if (
-                    outputs == len(scheduler_output.num_scheduled_tokens)
-                    and steps.single_tokens
-                    and not steps.removals
-                    and not steps.ended_early
-                    and not model_runner_output.pooler_output
-                ):
-                    steps.write_single_tokens(step, at)
-                else:
-                    steps.record_done(scheduler_output, at, result.values())
-                if not self.running:
-                    steps.on_idle(self)
-            except Exception as exc:
-                hook.mark_failed(exc)
+        result = original(self, scheduler_output, model_runner_output, *args, **kwargs)
+        if step:
+            _record_update(self, scheduler_output, model_runner_output, result, step, at, hook)
         return result
 
-    return update_from_output
+    update_from_output.finish = _record_update  # type: ignore[attr-defined]
+    return compile_step_hook(VLLM_UPDATE, original, update_from_output, hook, update_from_output)
+
+
+def _record_update(
+    scheduler: Any, output: Any, sampled: Any, result: Any, step: int, at: int, hook: Hook
+) -> None:
+    """Records the end of any step, whose results came at `at`."""
+    if not hook.alive:
+        return
+    try:
+        steps: Any = scheduler.otel_infer_batches
+        outputs = sum(len(of_client.outputs) for of_client in result.values())
+        if (
+            outputs == len(output.num_scheduled_tokens)
+            and steps.single_tokens
+            and not steps.removals
+            and not steps.ended_early
+            and not sampled.pooler_output
+        ):
+            steps.writer.write_single_tokens(step, at)
+        else:
+            steps.record_done(output, at, result.values())
+        if not scheduler.running:
+            steps.on_idle(scheduler)
+    except Exception as exc:
+        hook.mark_failed(exc)
 
 
 @instrumentor.patch_hot_path(f"{BLOCK_POOL}._maybe_evict_cached_block", reads=("block",), part=EVICTIONS)
 def evict_cached_block(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     """Counts evicted blocks; a later step records the count, because vLLM calls this for every block."""
 
-    def evict_cached_block(self: Any, block: Any, *args: Any, **kwargs: Any) -> Any:
-        if args or kwargs:  # of a later release
-            evicted = original(self, block, *args, **kwargs)
-        else:  # costs less
-            evicted = original(self, block)
+    def evict_cached_block(self: Any, *args: Any, **kwargs: Any) -> Any:
+        evicted = original(self, *args, **kwargs)
         if evicted and hook.alive:
             evictions.add()
         return evicted
 
-    return evict_cached_block
+    return compile_step_hook(VLLM_EVICT, original, evictions, hook, evict_cached_block)
 
 
 @instrumentor.patch_hot_path(f"{ENGINE_CORE}.execute_dummy_batch", part=DUMMY_BATCHES)

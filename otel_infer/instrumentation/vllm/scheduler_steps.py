@@ -10,17 +10,20 @@ joined are the last keys of `num_scheduled_tokens`.
 from __future__ import annotations
 
 import os
+import weakref
 from array import array
 from collections.abc import Iterable, Sequence
 from itertools import chain, islice, repeat
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 from otel_infer import _clock
 from otel_infer.instrumentation.hooks.engines import KvBlockSizeRecorder
 from otel_infer.instrumentation.hooks.probe import Hook
 from otel_infer.instrumentation.vllm import scheduler_waits
 from otel_infer.instrumentation.vllm._instrumentor import ENGINE, REPORT_INTERVAL_NS
+from otel_infer.instrumentation.vllm.scheduler_waits import NOTHING_WAITS
+from otel_infer.instrumentation.vllm.step_fields import Counter, RequestRemoval, Steps
 from otel_infer.ringbuffer import events
 from otel_infer.ringbuffer.batch_writer import BatchWriter
 from otel_infer.ringbuffer.recorder import recorder
@@ -34,10 +37,10 @@ _get_new_tokens = attrgetter("new_token_ids")
 _get_outputs = attrgetter("outputs")
 
 
-class RateLimitedCounter:
+class RateLimitedCounter(Counter):
     """Counts a frequent occurrence, and records the count under `mark` at most once a second."""
 
-    __slots__ = ("_mark", "_since", "count")
+    __slots__ = ("_mark", "_since")
 
     def __init__(self, mark: str) -> None:
         self._mark, self._since, self.count = mark, 0, 0
@@ -75,15 +78,7 @@ class _FreeBlocks:
         return int(self._pool.get_num_free_blocks())
 
 
-class RequestRemoval(NamedTuple):
-    """A request that left while steps were in flight: those after `done`, until `scheduled`."""
-
-    request_id: str
-    done: int
-    scheduled: int
-
-
-class SchedulerSteps:
+class SchedulerSteps(Steps):
     """Records the steps of one scheduler. `hook`: the hook that recorded its last batch.
 
     `size`: the requests in the last batch if they were all running requests, else `UNKNOWN_SIZE`. `waiting`:
@@ -92,36 +87,17 @@ class SchedulerSteps:
     that left since the last batch. `removals`: those that left steps in flight; their results are discarded.
     `single_tokens`: whether a result is one token, not a draft, a canvas or an encoder's output.
     `ended_early`: whether a request failed, and so may have ended without a token.
-    `block_tokens`: tokens per KV block, 0 = unknown.
+    `block_tokens`: tokens per KV block, 0 = unknown. `report_due_at`: the instant from which a batch is passed to
+    the reporter of waiting requests.
     """
 
-    # Slots lie side by side, which counts where a model has used the caches between two steps.
-    __slots__ = (
-        "_blocks",
-        "done",
-        "drafts",
-        "ended_early",
-        "free_blocks",
-        "hook",
-        "pid",
-        "removals",
-        "removed",
-        "scheduled",
-        "single_tokens",
-        "size",
-        "total_blocks",
-        "waiting",
-        "waiting_reporter",
-        "write_single_tokens",
-        "write_unchanged",
-        "writer",
-    )
+    __slots__ = ("_blocks", "drafts", "waiting_reporter", "writer")
 
     def __init__(self, scheduler: Any, writer: BatchWriter, hook: Hook | None) -> None:
         self.writer, self.hook, self.pid = writer, hook, os.getpid()
-        self.write_unchanged, self.write_single_tokens = writer.write_unchanged, writer.write_single_tokens
+        self.scheduler, self.ring = weakref.ref(scheduler), writer.ring
         self._blocks = KvBlockSizeRecorder(ENGINE, writer.number, _tokens_per_block(scheduler))
-        self._blocks.record_block_size()
+        self._blocks.record_if_due(_clock.now())
         self.waiting_reporter = scheduler_waits.WaitingReporter()
         self.drafts: dict[str, tuple[int, int]] = {}
         self.removed: list[str] = []
@@ -133,7 +109,7 @@ class SchedulerSteps:
             and getattr(scheduler, "num_sampled_tokens_per_step", 1) == 1
             and not getattr(scheduler, "is_mm_encoder_only", False)
         )
-        self.waiting = 0
+        self.waiting, self.report_due_at = 0, NOTHING_WAITS
         self._bind(scheduler)
 
     def _bind(self, scheduler: Any) -> None:
@@ -144,12 +120,44 @@ class SchedulerSteps:
         is_count = getattr(queue, "num_free_blocks", None) == pool.get_num_free_blocks()
         self.free_blocks = queue if is_count else _FreeBlocks(pool)
 
+    def record_usual(self, scheduler: Any, output: Any) -> bool:
+        """Records a batch with the members of the last one, of one token each; returns False for any other."""
+        size, at = len(output.num_scheduled_tokens), _clock.now()
+        if (
+            size != self.size
+            or size != len(scheduler.running)
+            or size != output.total_num_scheduled_tokens
+            or output.scheduled_new_reqs
+            or output.scheduled_cached_reqs.resumed_req_ids
+            or self.removed
+        ):
+            return False
+        if at >= self.report_due_at:
+            self._report_waiting(scheduler, at)
+        used = self.total_blocks - self.free_blocks.num_free_blocks
+        step = self.writer.write_unchanged(size, used, self.total_blocks, size, self.waiting, at)
+        if not step:
+            return False
+        self.scheduled, output.otel_infer_step = step, (self.pid, step)  # read by the hooks in the workers
+        return True
+
+    def update_waiting(self, scheduler: Any) -> None:
+        """Counts the waiting requests again."""
+        self.waiting = waiting = scheduler_waits.count_waiting(scheduler)
+        self.report_due_at = NOTHING_WAITS
+        if waiting or self.waiting_reporter.reasons:
+            self.report_due_at = self.waiting_reporter.find_due_at(scheduler, waiting)
+
+    def _report_waiting(self, scheduler: Any, at: int) -> None:
+        self.waiting_reporter.on_scheduled(scheduler, at, self.waiting)
+        self.report_due_at = self.waiting_reporter.find_due_at(scheduler, self.waiting)
+
     def record_scheduled(self, scheduler: Any, output: Any) -> None:
         """Records that a batch was composed; an empty batch is only counted."""
         tokens, at = output.num_scheduled_tokens, _clock.now()
-        self.waiting = waiting = scheduler_waits.count_waiting(scheduler)
-        if waiting or self.waiting_reporter.reasons:
-            self.waiting_reporter.on_scheduled(scheduler, at, waiting)
+        self.update_waiting(scheduler)
+        if at >= self.report_due_at:
+            self._report_waiting(scheduler, at)
         if not tokens:
             empty_steps.add()
             empty_steps.flush_if_due(at)
@@ -159,10 +167,10 @@ class SchedulerSteps:
         for new_request in output.scheduled_new_reqs:
             _record_admitted(scheduler, new_request, at)
         left, self.removed = self.removed, []
-        if left:
-            self._blocks.record_block_size()
+        if left and at >= self._blocks.due_at:
+            self._blocks.record_if_due(at)
         running = len(scheduler.running)
-        load = self.total_blocks - self.free_blocks.num_free_blocks, self.total_blocks, running, waiting
+        load = self.total_blocks - self.free_blocks.num_free_blocks, self.total_blocks, running, self.waiting
         step = self._write_reported(output, left, *load)
         if not step:
             self._bind(scheduler)
@@ -251,8 +259,8 @@ class SchedulerSteps:
         if not scheduler.running and self.done == self.scheduled:
             self.removed, self.removals, self.size = [], [], UNKNOWN_SIZE
             self.writer.clear_batch()
-            self._blocks.record_block_size()
             at = _clock.now()
+            self._blocks.record_if_due(at)
             evictions.flush(at)
             self.waiting_reporter.on_idle(scheduler, at)
 
@@ -321,7 +329,7 @@ def update_waiting(scheduler: Any) -> None:
     """Counts the waiting requests again, because one was added."""
     steps: SchedulerSteps | None = getattr(scheduler, "otel_infer_batches", None)
     if steps is not None:
-        steps.waiting = scheduler_waits.count_waiting(scheduler)
+        steps.update_waiting(scheduler)
 
 
 def remove_from_batch(scheduler: Any, request_id: str, is_over: bool) -> SchedulerSteps | None:

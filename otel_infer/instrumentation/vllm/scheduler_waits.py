@@ -40,6 +40,10 @@ Any other status is `OTHER`: a LoRA slot, the encoder cache, …
 """
 
 
+NOTHING_WAITS = 1 << 62
+"""The instant of a report (monotonic ns) that is not due."""
+
+
 class WaitingReporter:
     """Records the waiting requests of one scheduler once a second, and once more when none waits.
 
@@ -64,6 +68,17 @@ class WaitingReporter:
                     request.otel_infer_kv = at
         if (waiting or self.reasons) and at - self._reported_at >= REPORT_INTERVAL_NS:
             self.report_waiting(scheduler, at)
+
+    def find_due_at(self, scheduler: Any, waiting: int) -> int:
+        """Returns from which instant on a batch is passed to `on_scheduled`: 0 = each, `NOTHING_WAITS` = none.
+
+        With a KV connector a request may begin to wait for blocks at each batch.
+        """
+        if not (waiting or self.reasons):
+            return NOTHING_WAITS
+        return (
+            0 if getattr(scheduler, "connector", None) is not None else self._reported_at + REPORT_INTERVAL_NS
+        )
 
     def on_idle(self, scheduler: Any, at: int) -> None:
         """Records the waiting requests now, because the next batch may be far away."""

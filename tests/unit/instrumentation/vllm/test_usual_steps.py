@@ -43,6 +43,7 @@ class Engine:
         )
         self.kv_cache_manager, self.free = SimpleNamespace(block_pool=pool, enable_caching=False), free
         self._schedule = hooks.wrap_schedule(lambda engine: engine.output, self.hook)
+        self.passed_on: list[str] = []
         self.unchanged: list[int] = []
         self.single: list[int] = []
 
@@ -62,7 +63,11 @@ class Engine:
             scheduled_cached_reqs=SimpleNamespace(resumed_req_ids=set(resumed)),
             scheduled_spec_decode_tokens={},
         )
-        return self._schedule(self)
+        passed_on = len(self.passed_on)
+        output = self._schedule(self)
+        if hasattr(output, "otel_infer_step") and self.hook.alive and len(self.passed_on) == passed_on:
+            self.unchanged.append(self.steps.scheduled)
+        return output
 
     def update(
         self, output: Any, during: Callable[[], None] = lambda: None, pooled: Any = None, **tokens: int
@@ -76,7 +81,10 @@ class Engine:
             return {0: SimpleNamespace(outputs=outputs)}
 
         sampled = SimpleNamespace(pooler_output=pooled, sampled_token_ids=[], req_id_to_index={})
+        passed_on = len(self.passed_on)
         hooks.wrap_update_from_output(updated, self.hook)(self, output, sampled)
+        if hasattr(output, "otel_infer_step") and len(self.passed_on) == passed_on:
+            self.single.append(output.otel_infer_step[1])
 
     def free_request(self, request_id: str, reason: str) -> None:
         request = SimpleNamespace(
@@ -89,22 +97,23 @@ class Engine:
         self.running = list(request_ids)
         ones = dict.fromkeys(request_ids, 1)
         self.update(self.schedule(ones, new=request_ids), **ones)
-        unchanged, single = self.steps.write_unchanged, self.steps.write_single_tokens
-
-        def count_unchanged(*load: int) -> int:
-            self.unchanged.append(step := unchanged(*load))
-            return step
-
-        def count_single(step: int, at: int) -> None:
-            self.single.append(step)
-            single(step, at)
-
-        self.steps.write_unchanged, self.steps.write_single_tokens = count_unchanged, count_single  # type: ignore[assignment]
+        self.unchanged.clear()
+        self.single.clear()
 
     def read(self) -> list[Any]:
         """Returns the recorded events of all steps."""
         reader = StepReader(self.steps.writer._writer.memory, 1)
         return [recorded.event for recorded in reader.poll(0, final=True)]
+
+
+def count_calls(function: Callable[..., Any], name: str, calls: list[str]) -> Callable[..., Any]:
+    """Returns the function, which appends its name to `calls`."""
+
+    def counted(*arguments: Any) -> Any:
+        calls.append(name)
+        return function(*arguments)
+
+    return counted
 
 
 @pytest.fixture(params=[0, scheduler_steps.MIN_REPORTED], ids=["reported", "compared"])
@@ -113,7 +122,11 @@ def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     monkeypatch.setattr(scheduler_steps, "MIN_REPORTED", request.param)
     recording = Recording()
     open_server_request()  # a process records nothing before its first request
-    yield Engine()
+    engine = Engine()
+    for name in ("record_scheduled", "record_done"):
+        recorded = getattr(SchedulerSteps, name)
+        monkeypatch.setattr(SchedulerSteps, name, count_calls(recorded, name, engine.passed_on))
+    yield engine
     recording.stop()
 
 

@@ -1,0 +1,209 @@
+/* Records the usual steps of vLLM's scheduler, as `scheduler` does in Python.
+ *
+ * In a usual step no request joined or left the batch, and every member runs one token.
+ */
+#include "../hooks/_step_hook.h"
+
+enum {
+    BATCHES, CACHED, FREE, NEW, OUTPUTS, POOLED, RESUMED, RUNNING, SPECULATED, STEP, TOKENS, TOTAL_TOKENS, NAMES
+};
+static const char *const texts[NAMES] = {
+    "otel_infer_batches", "scheduled_cached_reqs", "num_free_blocks", "scheduled_new_reqs", "outputs", "pooler_output",
+    "resumed_req_ids", "running", "scheduled_spec_decode_tokens", "otel_infer_step", "num_scheduled_tokens",
+    "total_num_scheduled_tokens"};
+static PyObject *names[NAMES];
+
+typedef struct {
+    PyObject_HEAD
+    PyObject *scheduler, *ring, *hook, *pid, *free_blocks, *removed, *removals;
+    long long size, scheduled, done, waiting, total_blocks, report_due_at;
+    char single_tokens, ended_early;
+} SchedulerSteps;
+
+/* The steps that were used last; they are not kept alive. `scheduler` of it is a weak reference. */
+static SchedulerSteps *latest;
+
+#define EACH_OF_STEPS(DO) DO(scheduler) DO(ring) DO(hook) DO(pid) DO(free_blocks) DO(removed) DO(removals)
+DEFINE_REFERENCES_AND(SchedulerSteps, EACH_OF_STEPS, if (latest == self) latest = NULL)
+static PyTypeObject *steps_base;
+
+/* Returns the length of an attribute; -1 with an exception. */
+static Py_ssize_t count_attribute(PyObject *owner, int name)
+{
+    PyObject *value = PyObject_GetAttr(owner, names[name]);
+    Py_ssize_t count = value == NULL ? -1 : PyObject_Size(value);
+    Py_XDECREF(value);
+    return count;
+}
+
+static long long read_number(PyObject *owner, int name)
+{
+    PyObject *value = PyObject_GetAttr(owner, names[name]);
+    long long number = value == NULL ? -1 : PyLong_AsLongLong(value);
+    Py_XDECREF(value);
+    return number;
+}
+
+static int is_false(PyObject *owner, int name)
+{
+    PyObject *value = PyObject_GetAttr(owner, names[name]);
+    int is_true = value == NULL ? -1 : PyObject_IsTrue(value);
+    Py_XDECREF(value);
+    return is_true == 0;
+}
+
+/* Returns the steps of a scheduler as a new reference; NULL if there are none. */
+static SchedulerSteps *find_steps(PyObject *scheduler)
+{
+    if (latest != NULL && refers_to(latest->scheduler, scheduler)) {  /* without a look-up by name, with cold caches */
+        Py_INCREF((PyObject *)latest);
+        return latest;
+    }
+    PyObject *found = PyObject_GetAttr(scheduler, names[BATCHES]);
+    if (found != NULL && PyObject_TypeCheck(found, steps_base)) return latest = (SchedulerSteps *)found;
+    Py_XDECREF(found);
+    return NULL;
+}
+
+static int is_empty(PyObject *list)
+{
+    return list != NULL && PyList_Check(list) && PyList_Size(list) == 0;
+}
+
+/* Whether the batch has the members of the last one, each with one token. */
+static int is_usual(SchedulerSteps *self, PyObject *scheduler, PyObject *output)
+{
+    Py_ssize_t size = count_attribute(output, TOKENS);
+    if (size < 1 || size != self->size || !is_empty(self->removed)) return 0;
+    if (read_number(output, TOTAL_TOKENS) != size || count_attribute(scheduler, RUNNING) != size ||
+        !is_false(output, NEW)) return 0;
+    PyObject *cached = PyObject_GetAttr(output, names[CACHED]);
+    int none_resumed = cached != NULL && is_false(cached, RESUMED);
+    Py_XDECREF(cached);
+    return none_resumed;
+}
+
+int record_vllm_schedule(PyObject *scheduler, PyObject *output, PyObject *hook)
+{
+    SchedulerSteps *self = find_steps(scheduler);
+    long long step = 0;
+    int64_t at = read_clock();
+    StepRing *ring = self == NULL ? NULL : get_step_ring(self->ring);
+    if (ring != NULL && ring->step + 1 < ring->next_keyframe_step && self->hook == hook && at < self->report_due_at &&
+        self->pid != NULL && self->free_blocks != NULL &&
+        is_usual(self, scheduler, output)) {
+        long long free = read_number(self->free_blocks, FREE);
+        ring = free < 0 ? NULL : get_step_ring(self->ring);  /* again: Python code may have run */
+        const long long numbers[5] = {self->size, self->total_blocks - free, self->total_blocks, self->size,
+                                      self->waiting};
+        PyObject *number = ring == NULL ? NULL : PyLong_FromLongLong(ring->step + 1);
+        PyObject *ids = number == NULL ? NULL : PyTuple_Pack(2, self->pid, number);
+        /* First what may fail: a step that is written must be known to the hooks in the workers. */
+        if (ids != NULL && !PyObject_SetAttr(output, names[STEP], ids)) step = store_unchanged(ring, numbers, at);
+        Py_XDECREF(number);
+        Py_XDECREF(ids);
+        if (step > 0) self->scheduled = step;
+    }
+    Py_XDECREF((PyObject *)self);
+    return step > 0;
+}
+
+PyObject *begin_vllm_update(PyObject *scheduler, PyObject *output, long long *step)
+{
+    SchedulerSteps *self = find_steps(scheduler);
+    PyObject *ids = self == NULL ? NULL : PyObject_GetAttr(output, names[STEP]);
+    PyObject *number = ids != NULL && PyTuple_Check(ids) && PyTuple_Size(ids) == 2 ? PyTuple_GetItem(ids, 1) : NULL;
+    *step = number == NULL ? 0 : PyLong_AsLongLong(number);
+    Py_XDECREF(ids);
+    if (*step > 0 && is_false(output, SPECULATED)) self->done = *step;
+    else {
+        Py_XDECREF((PyObject *)self);
+        self = NULL;
+    }
+    return (PyObject *)self;
+}
+
+/* Returns the number of outputs of all clients; -1 with an exception or if the result has another form. */
+static Py_ssize_t count_outputs(PyObject *result)
+{
+    PyObject *key, *of_client;
+    Py_ssize_t position = 0, outputs = 0;
+    if (!PyDict_Check(result)) return -1;
+    while (PyDict_Next(result, &position, &key, &of_client)) {
+        Py_ssize_t count = count_attribute(of_client, OUTPUTS);
+        if (count < 0) return -1;
+        outputs += count;
+    }
+    return outputs;
+}
+
+int record_vllm_update(PyObject *steps, PyObject *scheduler, PyObject *output, PyObject *sampled, PyObject *result,
+                       long long step, int64_t at)
+{
+    SchedulerSteps *self = (SchedulerSteps *)steps;
+    if (!self->single_tokens || self->ended_early || !is_empty(self->removals)) return 0;
+    Py_ssize_t outputs = count_outputs(result);
+    if (outputs < 1 || outputs != count_attribute(output, TOKENS) || !is_false(sampled, POOLED) || count_attribute(scheduler, RUNNING) < 1)
+        return 0;
+    StepRing *ring = get_step_ring(self->ring);
+    if (ring == NULL) return 0;
+    store_single_tokens(ring, step, at, 0);
+    return 1;
+}
+
+static PyMemberDef steps_members[] = {
+    FIELD(SchedulerSteps, T_OBJECT, scheduler), FIELD(SchedulerSteps, T_OBJECT, ring), FIELD(SchedulerSteps, T_OBJECT, hook),
+    FIELD(SchedulerSteps, T_OBJECT, pid), FIELD(SchedulerSteps, T_OBJECT, free_blocks),
+    FIELD(SchedulerSteps, T_OBJECT, removed), FIELD(SchedulerSteps, T_OBJECT, removals),
+    FIELD(SchedulerSteps, T_LONGLONG, size), FIELD(SchedulerSteps, T_LONGLONG, scheduled),
+    FIELD(SchedulerSteps, T_LONGLONG, done), FIELD(SchedulerSteps, T_LONGLONG, waiting),
+    FIELD(SchedulerSteps, T_LONGLONG, total_blocks), FIELD(SchedulerSteps, T_LONGLONG, report_due_at),
+    FIELD(SchedulerSteps, T_BOOL, single_tokens), FIELD(SchedulerSteps, T_BOOL, ended_early),
+    {NULL, 0, 0, 0, NULL}};
+static PyType_Slot steps_slots[] = {{Py_tp_new, PyType_GenericNew}, REFERENCE_SLOTS(SchedulerSteps),
+                                    {Py_tp_members, steps_members}, {0, NULL}};
+static PyType_Spec steps_spec = {"otel_infer.ringbuffer._native.SchedulerSteps", sizeof(SchedulerSteps), 0,
+                                 Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_BASETYPE, steps_slots};
+
+/* ── evictions ─────────────────────────────────────────────────────────────────────────────────────────────── */
+
+typedef struct {
+    PyObject_HEAD
+    long long count;
+} EventCounter;
+
+static PyTypeObject *counter_base;
+
+int count_eviction(PyObject *counter)
+{
+    if (PyObject_TypeCheck(counter, counter_base)) ((EventCounter *)counter)->count++;
+    return 1;
+}
+
+static void free_counter(PyObject *self)
+{
+    PyTypeObject *type = Py_TYPE(self);
+    ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
+    Py_DECREF(type);
+}
+
+static PyMemberDef counter_members[] = {FIELD(EventCounter, T_LONGLONG, count), {NULL, 0, 0, 0, NULL}};
+static PyType_Slot counter_slots[] = {
+    {Py_tp_new, PyType_GenericNew}, {Py_tp_dealloc, free_counter}, {Py_tp_members, counter_members}, {0, NULL}};
+static PyType_Spec counter_spec = {"otel_infer.ringbuffer._native.EventCounter", sizeof(EventCounter), 0,
+                                   Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE, counter_slots};
+
+int add_scheduler_types(PyObject *module)
+{
+    for (int i = 0; i < NAMES; i++) {
+        names[i] = PyUnicode_InternFromString(texts[i]);
+        if (names[i] == NULL) return -1;
+    }
+    steps_base = (PyTypeObject *)PyType_FromModuleAndSpec(module, &steps_spec, NULL);
+    counter_base = (PyTypeObject *)PyType_FromModuleAndSpec(module, &counter_spec, NULL);
+    return steps_base == NULL || counter_base == NULL ||
+                   PyModule_AddObjectRef(module, "SchedulerSteps", (PyObject *)steps_base) ||
+                   PyModule_AddObjectRef(module, "EventCounter", (PyObject *)counter_base)
+               ? -1
+               : 0;
+}
