@@ -13,10 +13,8 @@ from itertools import repeat
 from typing import Any
 
 from otel_infer import _clock, semconv
-from otel_infer.analysis.finish import finish_requests
 from otel_infer.assembly.assembler import GRACE_NS, Assembler
 from otel_infer.assembly.records.process import StartRecord
-from otel_infer.assembly.records.request import RequestRecord
 from otel_infer.config import budget, slo
 from otel_infer.config.environment import Config
 from otel_infer.export.interfaces import RequestExporter, RequestListener
@@ -32,6 +30,7 @@ from otel_infer.ringbuffer.events import RecordedEvent, Value
 from otel_infer.ringbuffer.merged_reader import MergedReader
 from otel_infer.sidecar import losses, overhead, state_metrics
 from otel_infer.sidecar.delivery import Delivery
+from otel_infer.sidecar.ordinary_requests import FinishedRequest, OrdinaryRequest, OrdinaryRequests
 from otel_infer.sidecar.recording import file
 from otel_infer.sidecar.recording.flight_recorder import FlightRecorder
 from otel_infer.sidecar.request_accounting import RequestAccounting
@@ -92,6 +91,9 @@ class Pipeline:
         self._governor = overhead.OverheadGovernor(budget.parse_budget(config.budget))
         self._recording = file.open_writer(config.tape)
         self._request_log, self._listeners = RequestLog(config.request_log), watchers
+        # Listeners and objectives need a record of each request.
+        self._ordinary = OrdinaryRequests(self.sampler, sinks)
+        self.assembler.finds_shapes = not (watchers or config.slo) and self._ordinary.can_export
         self._flight_recorder = flight
         self._scrape = (
             prometheus_endpoint.ScrapeEndpoint(config.scrape_address) if config.scrape_address else None
@@ -169,9 +171,9 @@ class Pipeline:
         self._run_for_all(
             self._export_start, zip(self.assembler.drain_starts(horizon))
         )  # before what links to them
-        records = finish_requests(self.assembler, horizon)
+        records: Sequence[FinishedRequest] = self._ordinary.finish_requests(self.assembler, horizon)
         self.requests += len(records)
-        decided: list[tail_sampler.DecidedRequest] = []
+        decided: list[tuple[FinishedRequest, tail_sampler.Decision]] = []
         # Each phase runs over all requests, because most of its cost is loading its code into the cache.
         self._run_for_all(self._count_request, zip(records))
         self._run_for_all(self._sample_request, zip(records, repeat(decided)))
@@ -198,8 +200,13 @@ class Pipeline:
             self.metrics.add_marks(marks)
             self.metrics.http_requests.add_untraced(untraced)
 
-    def _sample_request(self, record: RequestRecord, decided: list[tail_sampler.DecidedRequest]) -> None:
-        decided += self.sampler.add(record)
+    def _sample_request(
+        self, record: FinishedRequest, decided: list[tuple[FinishedRequest, tail_sampler.Decision]]
+    ) -> None:
+        if isinstance(record, OrdinaryRequest):
+            decided.append(self._ordinary.sample(record))
+        else:
+            decided += self.sampler.add(record)
 
     def _run_for_all(self, work: Callable[..., None], rows: Iterable[tuple[Any, ...]]) -> None:
         """Calls `work` with each row: a record, and what belongs to it."""
@@ -221,24 +228,35 @@ class Pipeline:
         ):
             export(record)
 
-    def _count_request(self, record: RequestRecord) -> None:
+    def _count_request(self, record: FinishedRequest) -> None:
         """Passes a request to metrics and listeners, before its sampling decision."""
+        ordinary = None
+        if isinstance(record, OrdinaryRequest):
+            ordinary, record = record, record.shape.record
         self._set_service_name(record.engine or record.provider)
         if self._metrics_enabled:
             if record.model and (record.engine or record.provider == events.TORCH):
                 self.metrics.allow_model(record.model)
-            self.metrics.add_request(record, exported=self.sampler.is_exported(record))
+            if ordinary is not None:
+                self._ordinary.count(ordinary, self.metrics)
+            else:
+                self.metrics.add_request(record, exported=self.sampler.is_exported(record))
         for listener in self._listeners:
             listener.on_request(record)
 
-    def _record_decision(self, record: RequestRecord, decision: tail_sampler.Decision) -> None:
+    def _record_decision(self, record: FinishedRequest, decision: tail_sampler.Decision) -> None:
+        if isinstance(record, OrdinaryRequest):
+            record = record.shape.record
         if self._metrics_enabled:
             self.metrics.add_decision(record, decision)
         if self._flight_recorder is not None and decision.missed:
             self._flight_recorder.record_slo_miss(record.ended_at)
         self._request_log.log_request(record, decision)
 
-    def _export_request(self, record: RequestRecord, decision: tail_sampler.Decision) -> None:
+    def _export_request(self, record: FinishedRequest, decision: tail_sampler.Decision) -> None:
+        if isinstance(record, OrdinaryRequest):
+            self._ordinary.export(record, decision)
+            return
         for exporter in self.exporters:
             if decision.export or not exporter.exported_only:
                 exporter.export_request(record, decision)

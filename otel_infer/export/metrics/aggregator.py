@@ -7,8 +7,8 @@ data point at collection. Exemplars refer to exported requests only. All calls c
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from opentelemetry.sdk.metrics import export
 from opentelemetry.sdk.resources import Resource
@@ -29,7 +29,7 @@ from otel_infer.export.metrics.counters import (
     SetValue,
     replace_values,
 )
-from otel_infer.export.metrics.histograms import ExemplarSource, HistogramSeries, Key, Label
+from otel_infer.export.metrics.histograms import ExemplarSource, Histogram, HistogramSeries, Key, Label
 from otel_infer.export.metrics.http_requests import HttpRequestDurations
 from otel_infer.export.metrics.inter_token_latency import InterTokenLatency
 from otel_infer.export.metrics.request_counters import count_objectives, count_slow_causes
@@ -44,6 +44,17 @@ KV_IDLE_NS = 1_000_000_000
 
 PUSH, SCRAPE = "push", "scrape"
 """Readers of the metrics: the OTLP destination and the scrape endpoint."""
+
+
+class RequestSeries(NamedTuple):
+    """The series that count requests of one shape: of the HTTP request, of the request, and of its stages.
+
+    `causes`: key of the times of causes; None where they are not counted. `version`: of the aggregator.
+    """
+
+    histograms: Sequence[Histogram]
+    causes: Key | None
+    version: tuple[int, int]
 
 
 class MetricsAggregator:
@@ -69,8 +80,8 @@ class MetricsAggregator:
         self._resource = resource
         self._has_objectives = has_objectives
         self.is_delta = temporality in ("delta", "lowmemory")  # they differ only for observable counters
-        self._last_step_at = 0
-        self._exemplars_enabled = exemplars
+        self._last_step_at = self._resets = 0
+        self.has_exemplars = exemplars
         self._started_at = self._collected_at = started_at_unix_ns
         self._histograms = {
             metric.name: HistogramSeries(metric, exponential)
@@ -99,7 +110,7 @@ class MetricsAggregator:
     def add_decision(self, record: RequestRecord, decision: Decision) -> None:
         """Counts the keep reason of a request, its missed objectives, and the causes of a slow one."""
         self._number_series[semconv.REQUEST_KEPT.name].add((decision.reason,), 1)
-        if not (record.generative and record.operation and (self._has_objectives or decision.slow)):
+        if not ((self._has_objectives or decision.slow) and record.generative and record.operation):
             return  # objectives do not apply to a POST that reached no engine
         key = (*self._request_keys.make_key(record), *self._make_caller_key(record))
         if self._has_objectives:
@@ -112,7 +123,7 @@ class MetricsAggregator:
 
         An HTTP request that inferred nothing has no operation, and counts as an HTTP request only.
         """
-        source = _source_of_request(record) if exported and self._exemplars_enabled else None
+        source = make_source(record) if exported and self.has_exemplars else None
         self.http_requests.add_request(record, source)
         if not record.operation:
             return
@@ -133,6 +144,36 @@ class MetricsAggregator:
             self._count_breakdown(record, record.breakdown, (*request_key, *caller_key))
         self._number_series[semconv.REQUEST_PREEMPTIONS.name].add(request_key, record.preemptions)
         self._record_token_latency(record, (*request_key, *caller_key), source)
+
+    def find_request_series(self, record: RequestRecord) -> RequestSeries:
+        """Returns the series that `add_request` counts a success without steps in."""
+        found = self.http_requests.find_durations(record)
+        histograms = [] if found is None else [found]
+        if not record.operation:
+            return RequestSeries(histograms, None, self.series_version)
+        request_key, caller_key = self._request_keys.make_key(record), self._make_caller_key(record)
+        of_requests, of_stages = (
+            self._histograms[metric.name] for metric in (semconv.REQUEST_DURATION, semconv.STAGE_DURATION)
+        )
+        histograms.append(of_requests.get_or_create((*request_key, None, *caller_key)))
+        for stage in record.stages:
+            key = (self._stages.admit_label(stage.name), semconv.CLOCK_HOST, *request_key)
+            histograms.append(of_stages.get_or_create(key))
+        if not record.generative:
+            return RequestSeries(histograms, None, self.series_version)
+        self._number_series[semconv.REQUEST_PREEMPTIONS.name].add(request_key, 0)
+        return RequestSeries(histograms, (*request_key, *caller_key), self.series_version)
+
+    @property
+    def series_version(self) -> tuple[int, int]:
+        """Changes when other series than before may count a request."""
+        return self._resets, self._request_keys.version
+
+    def add_causes(self, key: Key, causes: Iterable[tuple[str, int]]) -> None:
+        """Adds the times of the causes of a request, ns."""
+        totals = self._cause_totals.setdefault(key, {})
+        for cause, length in causes:
+            totals[cause] = totals.get(cause, 0) + length
 
     def add_steps(self, records: Sequence[StepRecord]) -> None:
         """Counts engine steps, and sets the KV usage of each engine from its latest step."""
@@ -182,7 +223,7 @@ class MetricsAggregator:
         source = ExemplarSource(
             *_ids_to_ints(record.trace_id, record.span_id), record.ended_at + record.wall_offset
         )
-        is_named = exported and self._exemplars_enabled
+        is_named = exported and self.has_exemplars
         error = self._errors.admit_label(record.error_type) if record.error_type else None
         durations: Counter[Label] = Counter({semconv.STARTUP_TOTAL: record.duration_ns})
         for phase in record.phases:
@@ -246,6 +287,7 @@ class MetricsAggregator:
                 name, meaning, unit = metric.name, metric.description, metric.unit
                 metrics.append(export.Metric(name=name, description=meaning, unit=unit, data=data))
         self._collected_at = now_unix_ns
+        self._resets += self.is_delta
         named: Any = {semconv.SERVICE_NAME: semconv.UNKNOWN_SERVICE, **self._resource}
         scope = export.ScopeMetrics(
             scope=InstrumentationScope(semconv.SCOPE, VERSION, semconv.SCHEMA_URL),
@@ -289,9 +331,7 @@ class MetricsAggregator:
             )
 
     def _count_breakdown(self, record: RequestRecord, breakdown: LatencyBreakdown, key: Key) -> None:
-        totals = self._cause_totals.setdefault(key, {})
-        for cause, length in breakdown.causes.items():
-            totals[cause] = totals.get(cause, 0) + length
+        self.add_causes(key, breakdown.causes.items())
         if breakdown.interference_by_class:
             prompt = record.input_tokens or sum(chunk.tokens for chunk in record.prefill_steps)
             waiting_class = tenancy.request_class(record.attributes.get(semconv.TRAFFIC_CLASS), prompt)
@@ -321,7 +361,7 @@ class MetricsAggregator:
             self._record_duration(semconv.TIME_PER_OUTPUT_TOKEN, key, record.decode_ns / tokens, source)
 
 
-def _source_of_request(record: RequestRecord) -> ExemplarSource | None:
+def make_source(record: RequestRecord) -> ExemplarSource | None:
     """Returns the request span, or the server span of a request that reached no engine."""
     span_id = record.span_id if record.operation else record.server_span_id or record.span_id
     if not any(record.trace_id) or not any(span_id):

@@ -55,8 +55,7 @@ def build_request_spans(
         server = _build_request_span(
             record, decision, record.parent_span_id, name, SERVER, {**own, **http}, {}
         )
-        has_work = any(stage.name not in _EDGE_STAGES for stage in record.stages)
-        return [server, *_build_stage_spans(record, decision)] if has_work else [server]
+        return [server, *_build_stage_spans(record, decision)] if has_stage_spans(record) else [server]
     spans, parent = [], record.parent_span_id
     if record.server_span_id:
         spans.append(_build_server_span(record, http))
@@ -118,6 +117,11 @@ def _status_of_request(record: RequestRecord) -> int:
 def is_server_only(record: RequestRecord) -> bool:
     """Returns whether the request span is the server span."""
     return record.server_span_id == record.span_id
+
+
+def has_stage_spans(record: RequestRecord) -> bool:
+    """Returns whether the stages are spans: of an inference, or where work was recorded."""
+    return not is_server_only(record) or any(stage.name not in _EDGE_STAGES for stage in record.stages)
 
 
 def request_name(record: RequestRecord) -> str:

@@ -1,0 +1,244 @@
+"""Counts and exports ordinary requests: what the requests of one shape share is made once.
+
+The first requests of a shape become records like any other. The span layout and the series come from such a record,
+and the layout is used only if it gives the same bytes. Whatever differs goes the way of all other requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Union
+
+from otel_infer import semconv
+from otel_infer.analysis.attribution.breakdown import find_stage_cause, stage_priority
+from otel_infer.analysis.finish import finish_records
+from otel_infer.assembly.assembler import Assembler
+from otel_infer.assembly.records.request import RequestRecord
+from otel_infer.assembly.requests.conclude import build_records
+from otel_infer.assembly.requests.shapes import ShapedRequest
+from otel_infer.export import otlp
+from otel_infer.export.interfaces import RequestExporter
+from otel_infer.export.metrics.aggregator import MetricsAggregator, RequestSeries
+from otel_infer.export.metrics.histograms import ExemplarSource
+from otel_infer.export.sampling.tail_sampler import Decision, TailSampler
+from otel_infer.export.spans import tree
+from otel_infer.export.spans.exporter import EncodedTree, OtlpSpanExporter
+from otel_infer.ringbuffer import events
+from otel_infer.ringbuffer.events import make_tuple
+
+MAX_SHAPES = 256
+_KNOWN_ATTRIBUTES = frozenset(
+    (*events.OPERATION_KEYS, semconv.HTTP_REQUEST_METHOD, semconv.URL_SCHEME, semconv.HTTP_ROUTE)
+)
+_NUMBERS = frozenset((semconv.ITEMS, semconv.SEND_WAIT))
+_LATENCY_STAGES = (semconv.SPAN_QUEUE,)
+"""The ordinary stages that have an attribute of vLLM's request span."""
+
+
+class RequestShape:
+    """What the requests of one shape share. `record`: the first of them.
+
+    `slots`: for each stage, the position of its cause in `causes`. The last cause is `unexplained`.
+    """
+
+    def __init__(self, record: RequestRecord) -> None:
+        self.record = record
+        self.has_parent = bool(record.parent_span_id)
+        self.has_server_span = bool(record.server_span_id) and not tree.is_server_only(record)
+        names = [stage.name for stage in record.stages]
+        self.latency_stages = [names.index(name) for name in _LATENCY_STAGES if name in names]
+        self.has_stage_spans = tree.has_stage_spans(record)
+        self.causes, self.slots = _assign_causes(names)
+        self.span_count = 1 + self.has_server_span + len(names) * self.has_stage_spans
+        self.series: RequestSeries | None = None
+        self.layouts: dict[tuple[Any, ...], otlp.SpanTreeLayout | None] = {}
+
+    def divide_time(self, shaped: ShapedRequest) -> list[int]:
+        """Returns the time of each cause, ns; `unexplained` is left out if it is 0."""
+        times = [0] * len(self.causes)
+        for slot, length in zip(self.slots, shaped.lengths):
+            times[slot] += length
+        times[-1] = shaped.end - shaped.begin - sum(shaped.lengths)
+        if not times[-1]:
+            times.pop()
+        return times
+
+
+def _assign_causes(names: Sequence[str]) -> tuple[list[str], list[int]]:
+    """Returns the causes in the order of a breakdown, and for stages with these names the position of their cause."""
+    of_stage = [find_stage_cause(name) for name in names]
+    order = sorted(range(len(names)), key=lambda number: stage_priority(names[number], number))
+    causes = [*dict.fromkeys([of_stage[number] for number in order])]
+    return [*causes, semconv.CAUSE_UNEXPLAINED], [causes.index(cause) for cause in of_stage]
+
+
+class OrdinaryRequest(NamedTuple):
+    """An ordinary request of a known shape. `times`: of its causes, ns."""
+
+    shaped: ShapedRequest
+    shape: RequestShape
+    times: list[int]
+
+    @property
+    def trace_id(self) -> bytes:
+        """The id of its trace."""
+        return self.shaped.request.arrived.trace_id
+
+
+FinishedRequest = Union[RequestRecord, OrdinaryRequest]
+
+
+class OrdinaryRequests:
+    """The shapes that were seen, and what is done with their requests."""
+
+    def __init__(self, sampler: TailSampler, exporters: Sequence[RequestExporter]) -> None:
+        self._sampler = sampler
+        self._exporter: Any = exporters[0] if len(exporters) == 1 else None
+        self._shapes: dict[tuple[Any, ...], RequestShape | None] = {}
+        self._seen_once: set[tuple[Any, ...]] = set()
+
+    @property
+    def can_export(self) -> bool:
+        """Whether the exporter takes encoded spans."""
+        return isinstance(self._exporter, OtlpSpanExporter)
+
+    def finish_requests(self, assembler: Assembler, horizon: int) -> list[FinishedRequest]:
+        """Returns what `finish_requests` does, with ordinary requests of a known shape in their place."""
+        finished: list[FinishedRequest] = []
+        for each in assembler.drain_ready(horizon):
+            if isinstance(each, RequestRecord):
+                finished.append(each)
+                continue
+            shape = self._find_shape(each)
+            if shape is None:
+                finished += build_records([each.request])
+            else:
+                finished.append(make_tuple(OrdinaryRequest, (each, shape, shape.divide_time(each))))
+        finish_records([each for each in finished if isinstance(each, RequestRecord)])
+        return finished
+
+    def count(self, ordinary: OrdinaryRequest, metrics: MetricsAggregator) -> None:
+        """Counts a request, as `MetricsAggregator.add_request` does."""
+        shaped, shape, times = ordinary
+        series = shape.series
+        if series is None or series.version != metrics.series_version:
+            shape.series = series = metrics.find_request_series(shape.record)
+        source = _make_source(shaped) if metrics.has_exemplars else None
+        lengths = shaped.lengths if shape.record.operation else ()
+        duration = shaped.end - shaped.begin
+        lengths = [duration] * (len(series.histograms) - len(lengths)) + [*lengths]
+        for histogram, length in zip(series.histograms, lengths):
+            histogram.record(length / 1e9, source)
+        if series.causes is not None:
+            metrics.add_causes(series.causes, zip(shape.causes, times))
+
+    def sample(self, ordinary: OrdinaryRequest) -> tuple[FinishedRequest, Decision]:
+        """Returns the decision, and the request: as a record where there was a reason to export it with priority."""
+        shaped = ordinary.shaped
+        arrived = shaped.request.arrived
+        decision = self._sampler.decide_ordinary(arrived.trace_id, arrived.span_id, shaped.end - shaped.begin)
+        if decision.reason in semconv.NOTABLE_REASONS or decision.slow:
+            return _build_record(shaped), decision
+        return ordinary, decision
+
+    def export(self, ordinary: OrdinaryRequest, decision: Decision) -> None:
+        """Exports the spans of a request."""
+        shaped, shape, times = ordinary
+        exporter = self._exporter
+        layout_key = decision.reason, times.index(max(times)), len(times)
+        layout = shape.layouts.get(layout_key)
+        if layout is None:
+            if layout_key not in shape.layouts:
+                shape.layouts[layout_key] = _make_layout(ordinary, decision, exporter.latency_attributes)
+            exporter.export_request(_build_record(shaped), decision)
+            return
+        encoded = layout.encode_tree(_list_values(ordinary, exporter.latency_attributes))
+        exporter.export_encoded(make_tuple(EncodedTree, (encoded, shape.span_count)))
+
+    def _find_shape(self, shaped: ShapedRequest) -> RequestShape | None:
+        """Returns the shape of a request; None where it is seen for the first time, or not supported."""
+        key = shaped.key
+        try:
+            return self._shapes[key]
+        except TypeError:  # user code set a list
+            return None
+        except KeyError:
+            pass
+        if key not in self._seen_once:  # names that change with every request are no shapes
+            if len(self._seen_once) >= MAX_SHAPES:
+                self._seen_once.clear()
+            self._seen_once.add(key)
+            return None
+        if len(self._shapes) >= MAX_SHAPES:
+            self._shapes.clear()
+        shape = self._shapes[key] = _make_shape(shaped)
+        return shape
+
+
+def _make_layout(
+    ordinary: OrdinaryRequest, decision: Decision, latency_attributes: bool
+) -> otlp.SpanTreeLayout | None:
+    """Returns the layout of the spans of requests like this one; None where it does not give their bytes."""
+    spans = tree.build_request_spans(_build_record(ordinary.shaped), decision, latency_attributes)
+    layout = otlp.SpanTreeLayout(spans, _NUMBERS)
+    values = _list_values(ordinary, latency_attributes)
+    is_equal = values == otlp.list_values(spans, _NUMBERS) and layout.encode_tree(values) == b"".join(
+        map(otlp.encode_span, spans)
+    )
+    return layout if is_equal else None
+
+
+def _list_values(ordinary: OrdinaryRequest, latency_attributes: bool) -> list[Any]:
+    """Returns the values of `otlp.list_values` for the spans of a request."""
+    shaped, shape, times = ordinary
+    _, wall_at, trace_id, span_id, parent, server_span_id, *_ = arrived = shaped.request.arrived
+    offset = wall_at - arrived.at
+    end = shaped.end + offset
+    above = (parent,) if shape.has_parent else ()
+    values: list[Any] = []
+    if shape.has_server_span:
+        values += (trace_id, server_span_id, *above, wall_at, end)
+        above = (server_span_id,)
+    values += (trace_id, span_id, *above, wall_at, end)
+    if shape.record.operation:
+        values += [length / 1e9 for length in times]
+        if latency_attributes:
+            values.append((shaped.end - shaped.begin) / 1e9)
+            values += [shaped.lengths[number] / 1e9 for number in shape.latency_stages]
+    if shape.has_stage_spans:
+        ids = tree.derive_span_ids(span_id, "stage", len(shaped.lengths))
+        for stage_id, since, until, numbers in zip(ids, shaped.starts, shaped.ends, shaped.numbers):
+            values += (trace_id, stage_id, span_id, since + offset, until + offset, *numbers)
+    return values
+
+
+def _build_record(shaped: ShapedRequest) -> RequestRecord:
+    records = build_records([shaped.request])
+    finish_records(records)
+    return records[0]
+
+
+def _make_shape(shaped: ShapedRequest) -> RequestShape | None:
+    """Returns the shape of a request; None where it has more than a shape describes."""
+    if not _KNOWN_ATTRIBUTES.issuperset(shaped.request.attributes):
+        return None
+    record = _build_record(shaped)
+    shape = RequestShape(record)
+    times = dict(zip(shape.causes, shape.divide_time(shaped)))
+    stages = [(stage.started_at, stage.ended_at) for stage in record.stages]
+    is_described = (
+        record.breakdown is not None
+        and list(record.breakdown.causes.items()) == list(times.items())
+        and stages == list(zip(shaped.starts, shaped.ends))
+        and not (record.redundant or record.error_type or record.failed_stage)
+    )
+    return shape if is_described else None
+
+
+def _make_source(shaped: ShapedRequest) -> ExemplarSource | None:
+    arrived = shaped.request.arrived
+    trace_id, span_id = int.from_bytes(arrived.trace_id, "big"), int.from_bytes(arrived.span_id, "big")
+    if not (trace_id and span_id):
+        return None
+    ended_at = shaped.end + arrived.wall_at - arrived.at
+    return make_tuple(ExemplarSource, (trace_id, span_id, ended_at))  # type: ignore[no-any-return]
