@@ -20,7 +20,7 @@ from otel_infer.assembly.engine.step_rows import STEPS_PER_BATCH
 from otel_infer.assembly.engine.types import StepRecord
 from otel_infer.assembly.engine.warmup import StepKinds
 from otel_infer.assembly.engine.workers import WorkerState
-from otel_infer.assembly.gpu_clocks import GpuClocks
+from otel_infer.assembly.gpu_clocks import GpuClocks, add_device_state
 from otel_infer.assembly.pauses import Pauses
 from otel_infer.assembly.process_state import ProcessState
 from otel_infer.assembly.records.process import StartRecord
@@ -44,6 +44,7 @@ class Assembler:
     """Assembles events from `feed_events`; the `drain_…` methods return what is finished.
 
     `requests_seen`: requests that were opened here, without those that an earlier reader has concluded.
+    `finds_shapes`: `drain_ready` returns ordinary requests as `ShapedRequest`.
     """
 
     def __init__(self) -> None:
@@ -60,7 +61,6 @@ class Assembler:
         self._closed_steps = 0
         self._ready: list[RequestRecord | ShapedRequest] = []
         self.finds_shapes = False
-        """Whether `drain_ready` returns ordinary requests as `ShapedRequest`."""
         self._processed_until: dict[int, int] = {}
         self._handlers: dict[type, Callable[[int, int, Any], None]] = {
             events.RequestArrived: self._open_request,
@@ -233,22 +233,7 @@ class Assembler:
             shaped = [find_shape(request) for request in closed]
         records = iter(build_records([request for request, shape in zip(closed, shaped) if shape is None]))
         for ordinary in shaped:
-            if ordinary is not None:
-                self._ready.append(ordinary)
-                continue
-            record = next(records)
-            if self.workers.has_memory:
-                min_free = self.workers.min_free_memory
-                record.memory_free = (
-                    min_free(record.arrived_at),
-                    min_free(record.first_token_at),
-                    min_free(record.ended_at),
-                )
-            if self._clocks.has_readings:
-                record.gpu_throttled, record.gpu_throttled_at = self._clocks.throttled_between(
-                    record.arrived_at, record.ended_at
-                )
-            self._ready.append(record)
+            self._ready.append(ordinary or add_device_state(next(records), self.workers, self._clocks))
 
     def _remove_process(self, ring: int, handle: int, event: events.ProcessDied) -> None:
         ending = build_unrecorded_end(event.at, events.ERROR, semconv.ERROR_PROCESS_DIED)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, Union
 
 from otel_infer import semconv
-from otel_infer.analysis.attribution.breakdown import find_stage_cause, stage_priority
+from otel_infer.analysis.attribution.breakdown import stage_priority
 from otel_infer.analysis.finish import finish_records
 from otel_infer.assembly.assembler import Assembler
 from otel_infer.assembly.records.request import RequestRecord
@@ -18,8 +18,9 @@ from otel_infer.assembly.requests.conclude import build_records
 from otel_infer.assembly.requests.shapes import ShapedRequest
 from otel_infer.export import otlp
 from otel_infer.export.interfaces import RequestExporter
-from otel_infer.export.metrics.aggregator import MetricsAggregator, RequestSeries
+from otel_infer.export.metrics.aggregator import MetricsAggregator
 from otel_infer.export.metrics.histograms import ExemplarSource
+from otel_infer.export.metrics.request_counters import RequestSeries
 from otel_infer.export.sampling.tail_sampler import Decision, TailSampler
 from otel_infer.export.spans import tree
 from otel_infer.export.spans.exporter import EncodedTree, OtlpSpanExporter
@@ -66,7 +67,7 @@ class RequestShape:
 
 def _assign_causes(names: Sequence[str]) -> tuple[list[str], list[int]]:
     """Returns the causes in the order of a breakdown, and for stages with these names the position of their cause."""
-    of_stage = [find_stage_cause(name) for name in names]
+    of_stage = [semconv.STAGE_CAUSES.get(name, semconv.CAUSE_APPLICATION) for name in names]
     order = sorted(range(len(names)), key=lambda number: stage_priority(names[number], number))
     causes = [*dict.fromkeys([of_stage[number] for number in order])]
     return [*causes, semconv.CAUSE_UNEXPLAINED], [causes.index(cause) for cause in of_stage]

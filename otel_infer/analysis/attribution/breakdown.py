@@ -140,7 +140,7 @@ def _attribute_time(
     if record.pauses:
         _attribute_pauses(ledger, record)
     stages = record.stages
-    for stage in sorted(stages, key=_stage_order) if len(stages) > 1 else stages:
+    for stage in sorted(stages, key=lambda stage: stage_priority(stage.name, stage.started_at)):
         _attribute_stage(ledger, record, stage, prompt, decode)
     _move_starved_to_throttled(ledger, record)
     if record.loop_pauses:
@@ -180,10 +180,6 @@ def _attribute_throttling_outside(ledger: _TimeLedger, record: RequestRecord) ->
     ledger.attribute_intervals(list(intersect_intervals(outside, throttled)))
 
 
-def _stage_order(stage: Stage) -> tuple[int, int]:
-    return stage_priority(stage.name, stage.started_at)
-
-
 def stage_priority(name: str, started_at: int) -> tuple[int, int]:
     """Returns the sort key of a stage, which decides overlaps.
 
@@ -191,11 +187,6 @@ def stage_priority(name: str, started_at: int) -> tuple[int, int]:
     because a later stage lies inside the others. `ingress` and `postprocess` come last.
     """
     return _STAGE_PRIORITIES.get(name, 0), -started_at
-
-
-def find_stage_cause(name: str) -> str:
-    """Returns the cause of the time of a stage that no step and no pause explains."""
-    return semconv.STAGE_CAUSES.get(name, semconv.CAUSE_APPLICATION)
 
 
 def _attribute_stage(
@@ -222,7 +213,7 @@ def _attribute_stage(
         causes[semconv.CAUSE_DETOKENIZE] += detokenize_ns
         causes[semconv.CAUSE_EGRESS] += taken - detokenize_ns
     else:
-        causes[find_stage_cause(name)] += taken
+        causes[semconv.STAGE_CAUSES.get(name, semconv.CAUSE_APPLICATION)] += taken
 
 
 def _attribute_decode(ledger: _TimeLedger, record: RequestRecord, decode: StepBreakdown, taken: int) -> None:

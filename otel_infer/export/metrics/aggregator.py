@@ -8,14 +8,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
 
 from opentelemetry.sdk.metrics import export
-from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
 from otel_infer import semconv
-from otel_infer._version import VERSION
 from otel_infer.assembly.engine.types import Execution, StepRecord
 from otel_infer.assembly.records.process import Mark, Pause, StartRecord
 from otel_infer.assembly.records.request import LatencyBreakdown, RequestRecord
@@ -27,12 +23,13 @@ from otel_infer.export.metrics.counters import (
     CardinalityLimit,
     NumberSeries,
     SetValue,
+    build_metrics_data,
     replace_values,
 )
-from otel_infer.export.metrics.histograms import ExemplarSource, Histogram, HistogramSeries, Key, Label
+from otel_infer.export.metrics.histograms import ExemplarSource, HistogramSeries, Key, Label
 from otel_infer.export.metrics.http_requests import HttpRequestDurations
 from otel_infer.export.metrics.inter_token_latency import InterTokenLatency
-from otel_infer.export.metrics.request_counters import count_objectives, count_slow_causes
+from otel_infer.export.metrics.request_counters import RequestSeries, count_objectives, count_slow_causes
 from otel_infer.export.metrics.request_keys import RequestKeys
 from otel_infer.export.sampling.tail_sampler import Decision
 from otel_infer.ringbuffer import events
@@ -44,17 +41,6 @@ KV_IDLE_NS = 1_000_000_000
 
 PUSH, SCRAPE = "push", "scrape"
 """Readers of the metrics: the OTLP destination and the scrape endpoint."""
-
-
-class RequestSeries(NamedTuple):
-    """The series that count requests of one shape: of the HTTP request, of the request, and of its stages.
-
-    `causes`: key of the times of causes; None where they are not counted. `version`: of the aggregator.
-    """
-
-    histograms: Sequence[Histogram]
-    causes: Key | None
-    version: tuple[int, int]
 
 
 class MetricsAggregator:
@@ -107,10 +93,14 @@ class MetricsAggregator:
         for name in semconv.MARK_NAMES:
             self._number_series[semconv.MARKS.name].set((name,), 0)
 
+    def count_kept(self, reason: str) -> None:
+        """Counts the keep reason of a request."""
+        self._number_series[semconv.REQUEST_KEPT.name].add((reason,), 1)
+
     def add_decision(self, record: RequestRecord, decision: Decision) -> None:
         """Counts the keep reason of a request, its missed objectives, and the causes of a slow one."""
-        self._number_series[semconv.REQUEST_KEPT.name].add((decision.reason,), 1)
-        if not ((self._has_objectives or decision.slow) and record.generative and record.operation):
+        self.count_kept(decision.reason)
+        if not (record.generative and record.operation and (self._has_objectives or decision.slow)):
             return  # objectives do not apply to a POST that reached no engine
         key = (*self._request_keys.make_key(record), *self._make_caller_key(record))
         if self._has_objectives:
@@ -187,14 +177,7 @@ class MetricsAggregator:
                 latest[engine] = record
         for key, group in groups.items():
             engine_steps.record_steps(self._histograms, self._number_series, key[0], key[1:], group)
-        for key, record in latest.items():
-            self._number_series[semconv.KV_USAGE.name].set(key, record.kv_used)
-            self._number_series[semconv.KV_LIMIT.name].set(key, record.kv_total)
-            self._number_series[semconv.KV_UTILIZATION.name].set(key, record.kv_used / record.kv_total)
-            if record.block_tokens:
-                free = (record.kv_total - record.kv_used) * record.block_tokens
-                self._number_series[semconv.KV_BLOCK_SIZE.name].set(key, record.block_tokens)
-                self._number_series[semconv.KV_HEADROOM.name].set(key, free / max(record.running, 1))
+        engine_steps.set_kv_usage(self._number_series, latest)
 
     def add_executions(self, executions: Sequence[Execution]) -> None:
         """Counts the execution times of workers."""
@@ -288,14 +271,7 @@ class MetricsAggregator:
                 metrics.append(export.Metric(name=name, description=meaning, unit=unit, data=data))
         self._collected_at = now_unix_ns
         self._resets += self.is_delta
-        named: Any = {semconv.SERVICE_NAME: semconv.UNKNOWN_SERVICE, **self._resource}
-        scope = export.ScopeMetrics(
-            scope=InstrumentationScope(semconv.SCOPE, VERSION, semconv.SCHEMA_URL),
-            metrics=metrics,
-            schema_url=semconv.SCHEMA_URL,
-        )
-        resource = export.ResourceMetrics(resource=Resource(named), scope_metrics=[scope], schema_url="")
-        return export.MetricsData(resource_metrics=[resource])
+        return build_metrics_data(metrics, self._resource)
 
     def _make_caller_key(self, record: RequestRecord) -> Key:
         """Returns tenant and traffic class; empty if neither is configured."""

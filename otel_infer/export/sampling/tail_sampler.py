@@ -168,14 +168,13 @@ class TailSampler:
     def decide_ordinary(self, trace_id: bytes, span_id: bytes, duration_ns: int) -> Decision:
         """Returns the decision for a sampled success without steps, to which no objectives apply."""
         is_slow = self._slow_detector.is_slow_length(NO_TOKENS, duration_ns, 0)
-        reason = semconv.KEEP_REASON_NONE
-        if self._mode != "off":
-            is_interferer = span_id in self._pending_interferers
-            reason = self._usual_reason
-            if is_slow or is_interferer:
-                reason = semconv.KEEP_REASON_SLOW if is_slow else semconv.KEEP_REASON_INTERFERER
-            elif self._mode == "all" and _trace_to_fraction(trace_id) >= self.share:
-                reason = semconv.KEEP_REASON_NONE
+        reason = self._usual_reason
+        if self._mode == "off":
+            reason = semconv.KEEP_REASON_NONE
+        elif is_slow or span_id in self._pending_interferers:
+            reason = semconv.KEEP_REASON_SLOW if is_slow else semconv.KEEP_REASON_INTERFERER
+        elif self._mode == "all" and _trace_to_fraction(trace_id) >= self.share:
+            reason = semconv.KEEP_REASON_NONE
         return make_tuple(Decision, (True, 0, reason, False, (), is_slow))  # type: ignore[no-any-return]
 
     def _decide_by_mode(self, record: RequestRecord, missed: tuple[str, ...], is_slow: bool) -> _Grant:
@@ -242,14 +241,8 @@ class TailSampler:
                 self._pending_interferers.popitem(last=False)
             return []
         record, previous = held
-        return [
-            DecidedRequest(
-                record,
-                Decision(
-                    *self._grant_steps(record, semconv.KEEP_REASON_INTERFERER), previous.missed, previous.slow
-                ),
-            )
-        ]
+        grant = self._grant_steps(record, semconv.KEEP_REASON_INTERFERER)
+        return [DecidedRequest(record, Decision(*grant, previous.missed, previous.slow))]
 
     def _refill_budget(self, at: int) -> None:
         """Adds the budget of the time since the last refill."""
