@@ -92,7 +92,7 @@ class Pipeline:
         self._tape = open_tape(config.tape)
         self._request_log, self._listeners = RequestLog(config.request_log), watchers
         # Listeners and objectives need a record of each request.
-        self._ordinary = OrdinaryRequests(self.sampler, sinks)
+        self._ordinary = OrdinaryRequests(self.sampler, sinks, self._request_log)
         self.assembler.finds_shapes = not (watchers or config.slo) and self._ordinary.can_export
         self._flight_recorder = flight
         self._scrape = (
@@ -239,7 +239,7 @@ class Pipeline:
     def _record_decision(self, record: FinishedRequest, decision: tail_sampler.Decision) -> None:
         if isinstance(record, OrdinaryRequest):
             if self._metrics_enabled:
-                self.metrics.count_kept(decision.reason)
+                self._ordinary.count_decision(record, decision, self.metrics)
             return
         if self._metrics_enabled:
             self.metrics.add_decision(record, decision)

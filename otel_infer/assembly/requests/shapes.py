@@ -16,6 +16,8 @@ from otel_infer.ringbuffer.events import make_tuple
 
 MAX_ITEMS = 127
 """Items of a stage that one byte of a varint holds."""
+MAX_PAUSES = 16
+"""A request with more pauses is no ordinary one."""
 _NO_PARENT = bytes(8)
 _NOT_RECORDED = frozenset(
     (semconv.SPAN_INGRESS, semconv.SPAN_POSTPROCESS, semconv.SPAN_PREFILL, semconv.SPAN_DECODE)
@@ -79,7 +81,7 @@ def _was_in_engine(request: OpenRequest) -> bool:
 
 def _has_more_to_export(request: OpenRequest) -> bool:
     return bool(
-        request.pauses
+        len(request.pauses) > MAX_PAUSES
         or request.marks
         or request.start_ids
         or request.telemetry_lost

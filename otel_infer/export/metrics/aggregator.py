@@ -97,6 +97,10 @@ class MetricsAggregator:
         """Counts the keep reason of a request."""
         self._number_series[semconv.REQUEST_KEPT.name].add((reason,), 1)
 
+    def count_slow(self, causes: Mapping[str, int], key: Key) -> None:
+        """Counts the causes of a slow request, ns."""
+        count_slow_causes(self._number_series, causes, key)
+
     def add_decision(self, record: RequestRecord, decision: Decision) -> None:
         """Counts the keep reason of a request, its missed objectives, and the causes of a slow one."""
         self.count_kept(decision.reason)
@@ -106,7 +110,7 @@ class MetricsAggregator:
         if self._has_objectives:
             count_objectives(self._number_series, record, decision, key)
         if decision.slow and record.breakdown is not None:
-            count_slow_causes(self._number_series, record.breakdown, key)
+            self.count_slow(record.breakdown.causes, key)
 
     def add_request(self, record: RequestRecord, *, exported: bool) -> None:
         """Counts a finished request, exported or not. Only an exported request becomes an exemplar.

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from otel_infer import semconv
+from otel_infer.assembly.records.process import Pause
 from otel_infer.assembly.records.request import PrefillStep, RequestRecord, Stage
 from otel_infer.export.otlp import SharedAttributes, Span, SpanEvent, SpanLink
 from otel_infer.export.sampling import tail_sampler
@@ -147,7 +148,8 @@ def _build_events(record: RequestRecord, decision: tail_sampler.Decision) -> lis
         SpanEvent(event.at + record.wall_offset, event.name, event.attributes) for event in record.events
     ]
     if span_attributes.has_sampling_reason(decision):
-        events += [*_build_pause_events(record), *_build_mark_events(record)]
+        instants = record.arrived_at, record.ended_at, record.wall_offset
+        events += [*build_pause_events(record.all_pauses, *instants), *_build_mark_events(record)]
         events.sort(key=lambda event: event.at)
     return events
 
@@ -167,20 +169,17 @@ def _build_links(record: RequestRecord) -> list[SpanLink]:
     return links
 
 
-def _build_pause_events(record: RequestRecord) -> list[SpanEvent]:
-    """Returns events for the longest pauses, each limited to the time of the request."""
-    pauses = [
-        (max(pause.started_at, record.arrived_at), min(pause.ended_at, record.ended_at), pause.cause)
-        for pause in record.all_pauses
-    ]
-    longest = sorted(pauses, key=lambda pause: pause[0] - pause[1])[: span_attributes.MAX_PAUSES]
+def build_pause_events(pauses: Sequence[Pause], begin: int, end: int, wall_offset: int) -> list[SpanEvent]:
+    """Returns events for the longest pauses, each limited to the time of the request, longest first."""
+    limited = [(max(pause.started_at, begin), min(pause.ended_at, end), pause.cause) for pause in pauses]
+    longest = sorted(limited, key=lambda pause: pause[0] - pause[1])[: span_attributes.MAX_PAUSES]
     return [
         SpanEvent(
-            start + record.wall_offset,
+            since + wall_offset,
             semconv.EVENT_PAUSE,
-            {semconv.PAUSE_CAUSE: cause, semconv.PAUSE_DURATION: (end - start) / 1e9},
+            {semconv.PAUSE_CAUSE: cause, semconv.PAUSE_DURATION: (until - since) / 1e9},
         )
-        for start, end, cause in longest
+        for since, until, cause in longest
     ]
 
 

@@ -25,7 +25,7 @@ OWN = events.SAMPLED | events.OWN_SERVER_SPAN
 
 
 class Served(NamedTuple):
-    """One request: lengths and distances in ms. `stages`: (name, distance, length, items)."""
+    """One request: lengths and distances in ms. `stages`: (name, distance, length, items). `pauses`: before its end."""
 
     flags: int = OWN
     operation: str = ""
@@ -38,6 +38,7 @@ class Served(NamedTuple):
     names_operation: bool = False
     ended: tuple[Any, ...] = (events.OK, "", 200, 1, 1000, 0)
     extra: Any = None
+    pauses: tuple[tuple[str, float], ...] = ()
 
 
 class BatchCollector:
@@ -77,6 +78,9 @@ def record_events(requests: list[Served]) -> list[RecordedEvent]:
                 add(events.AttributeSet(at, key, "classify"))
         if served.extra is not None:
             add(served.extra._replace(at=at))
+        for cause, length in served.pauses:
+            at += MS // 4
+            recorded.append(RecordedEvent(1, 0, events.PauseSeen(at, at - int(length * MS), cause)))
         if served.response:
             at += int(served.response * MS)
             add(events.ResponseStarted(at))
@@ -158,6 +162,13 @@ served = st.builds(
     names_operation=st.booleans(),
     ended=ends,
     extra=extras,
+    pauses=st.lists(
+        st.tuples(
+            st.sampled_from(["gc", "event_loop", "compile", "throttled", "other"]),
+            st.sampled_from([0.1, 0.5, 3.0, 90.0]),
+        ),
+        max_size=3,
+    ).map(tuple),
 )
 
 
@@ -190,11 +201,12 @@ FORWARD = ("forward", 0.5, 3.0, 8)
     "request_kind",
     [
         Served(response=0.5),
+        Served(operation="chat", stages=(FORWARD,), pauses=(("event_loop", 2.0), ("gc", 0.1))),
         Served(operation="chat", stages=(("queue", 0.5, 1.0, 0), FORWARD)),
         Served(names_operation=True, stages=(("tokenize", 0.5, 1.0, 1), FORWARD), response=0.5),
         Served(flags=events.SAMPLED, operation="forward", name="", route="", stages=(FORWARD,), ended=(0, "", 0, 0, 0, 0)),
     ],
-    ids=["HTTP only", "stages", "tokenize and forward", "forward of a batch"],
+    ids=["HTTP only", "pauses", "stages", "tokenize and forward", "forward of a batch"],
 )  # fmt: skip
 def test_all_but_the_first_request_of_a_shape_are_ordinary(request_kind: Served) -> None:
     exported, ordinary = export([request_kind] * 8, True, True, slow_percent=0)
@@ -218,7 +230,7 @@ def test_slow_requests_and_long_items_leave_their_shape() -> None:
 def test_a_shape_whose_layout_gives_other_bytes_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     kind = Served(operation="chat", stages=(FORWARD,))
     expected, _ = export([kind] * 5, False, False)
-    monkeypatch.setattr(ordinary_requests, "_list_values", lambda ordinary, latency_attributes: [])
+    monkeypatch.setattr(ordinary_requests, "_list_values", lambda ordinary, pauses, latency_attributes: [])
     assert export([kind] * 5, True, False)[0] == expected
 
 
