@@ -7,6 +7,7 @@ and the layout is used only if it gives the same bytes. Whatever differs goes th
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Union
 
@@ -21,7 +22,7 @@ from otel_infer.assembly.requests.shapes import ShapedRequest
 from otel_infer.export import otlp
 from otel_infer.export.interfaces import RequestExporter
 from otel_infer.export.metrics.aggregator import MetricsAggregator
-from otel_infer.export.metrics.histograms import ExemplarSource
+from otel_infer.export.metrics.histograms import make_source
 from otel_infer.export.metrics.request_counters import RequestSeries
 from otel_infer.export.request_log import RequestLog
 from otel_infer.export.sampling.tail_sampler import Decision, TailSampler
@@ -31,7 +32,11 @@ from otel_infer.export.spans.exporter import EncodedTree, OtlpSpanExporter
 from otel_infer.ringbuffer import events
 from otel_infer.ringbuffer.events import make_tuple
 
+log = logging.getLogger(__name__)
+
 MAX_SHAPES = 256
+MAX_LAYOUTS = 64
+"""Layouts of one shape: its requests differ in keep reason, causes and pauses."""
 _KNOWN_ATTRIBUTES = frozenset(
     (*events.OPERATION_KEYS, semconv.HTTP_REQUEST_METHOD, semconv.URL_SCHEME, semconv.HTTP_ROUTE)
 )
@@ -128,11 +133,8 @@ class OrdinaryRequests:
             if isinstance(each, RequestRecord):
                 finished.append(each)
                 continue
-            shape = self._find_shape(each)
-            if shape is None:
-                finished += build_records([each.request])
-            else:
-                finished.append(make_tuple(OrdinaryRequest, (each, shape, shape.divide_time(each))))
+            ordinary = self._conclude(each)
+            finished += build_records([each.request]) if ordinary is None else [ordinary]
         finish_records([each for each in finished if isinstance(each, RequestRecord)])
         return finished
 
@@ -142,7 +144,11 @@ class OrdinaryRequests:
         series = shape.series
         if series is None or series.version != metrics.series_version:
             shape.series = series = metrics.find_request_series(shape.record)
-        source = _make_source(shaped) if metrics.has_exemplars else None
+        source = None
+        if metrics.has_exemplars:
+            arrived = shaped.request.arrived
+            ended_at = shaped.end + arrived.wall_at - arrived.at
+            source = make_source(arrived.trace_id, arrived.span_id, ended_at)
         lengths = shaped.lengths if shape.record.operation else ()
         duration = shaped.end - shaped.begin
         lengths = [duration] * (len(series.histograms) - len(lengths)) + [*lengths]
@@ -178,12 +184,14 @@ class OrdinaryRequests:
         layout_key = (
             decision.reason,
             top_cause,
+            len(pauses),
             *causes,
             *[each.attributes[semconv.PAUSE_CAUSE] for each in pauses],
         )
         layout = shape.layouts.get(layout_key)
         if layout is None:
-            if layout_key not in shape.layouts:
+            if layout_key not in shape.layouts and len(shape.layouts) < MAX_LAYOUTS:
+                shape.layouts[layout_key] = None  # first, because the rest may raise
                 shape.layouts[layout_key] = _make_layout(
                     ordinary, decision, pauses, exporter.latency_attributes
                 )
@@ -192,15 +200,23 @@ class OrdinaryRequests:
         encoded = layout.encode_tree(_list_values(ordinary, pauses, exporter.latency_attributes))
         exporter.export_encoded(make_tuple(EncodedTree, (encoded, shape.span_count)))
 
-    def _find_shape(self, shaped: ShapedRequest) -> RequestShape | None:
-        """Returns the shape of a request; None where it is seen for the first time, or not supported."""
-        key = shaped.key
+    def _conclude(self, shaped: ShapedRequest) -> OrdinaryRequest | None:
+        """Returns a request with its shape; None where the shape is seen for the first time, or not supported."""
         try:
-            return self._shapes[key]
-        except TypeError:  # user code set a list
-            return None
-        except KeyError:
+            shape = self._shapes.get(shaped.key) or self._add_shape(shaped)
+            if shape is not None:
+                fields = shaped, shape, shape.divide_time(shaped)
+                return make_tuple(OrdinaryRequest, fields)  # type: ignore[no-any-return]
+        except TypeError:  # user code set a list, which no key holds
             pass
+        except Exception:  # the request is exported as a record
+            log.exception("no shape for a request: trace %s", shaped.request.arrived.trace_id.hex())
+        return None
+
+    def _add_shape(self, shaped: ShapedRequest) -> RequestShape | None:
+        key = shaped.key
+        if key in self._shapes:
+            return None
         if key not in self._seen_once:  # names that change with every request are no shapes
             if len(self._seen_once) >= MAX_SHAPES:
                 self._seen_once.clear()
@@ -208,7 +224,8 @@ class OrdinaryRequests:
             return None
         if len(self._shapes) >= MAX_SHAPES:
             self._shapes.clear()
-        shape = self._shapes[key] = _make_shape(shaped)
+        self._shapes[key] = None  # first, because the rest may raise
+        self._shapes[key] = shape = _make_shape(shaped)
         return shape
 
 
@@ -291,12 +308,3 @@ def _make_shape(shaped: ShapedRequest) -> RequestShape | None:
         and not (record.redundant or record.error_type or record.failed_stage)
     )
     return shape if is_described else None
-
-
-def _make_source(shaped: ShapedRequest) -> ExemplarSource | None:
-    arrived = shaped.request.arrived
-    trace_id, span_id = int.from_bytes(arrived.trace_id, "big"), int.from_bytes(arrived.span_id, "big")
-    if not (trace_id and span_id):
-        return None
-    ended_at = shaped.end + arrived.wall_at - arrived.at
-    return make_tuple(ExemplarSource, (trace_id, span_id, ended_at))  # type: ignore[no-any-return]

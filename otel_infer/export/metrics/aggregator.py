@@ -26,7 +26,7 @@ from otel_infer.export.metrics.counters import (
     build_metrics_data,
     replace_values,
 )
-from otel_infer.export.metrics.histograms import ExemplarSource, HistogramSeries, Key, Label
+from otel_infer.export.metrics.histograms import ExemplarSource, HistogramSeries, Key, Label, make_source
 from otel_infer.export.metrics.http_requests import HttpRequestDurations
 from otel_infer.export.metrics.inter_token_latency import InterTokenLatency
 from otel_infer.export.metrics.request_counters import RequestSeries, count_objectives, count_slow_causes
@@ -117,7 +117,7 @@ class MetricsAggregator:
 
         An HTTP request that inferred nothing has no operation, and counts as an HTTP request only.
         """
-        source = make_source(record) if exported and self.has_exemplars else None
+        source = _source_of_request(record) if exported and self.has_exemplars else None
         self.http_requests.add_request(record, source)
         if not record.operation:
             return
@@ -207,9 +207,7 @@ class MetricsAggregator:
 
         Only a start that is exported under its own ids becomes an exemplar.
         """
-        source = ExemplarSource(
-            *_ids_to_ints(record.trace_id, record.span_id), record.ended_at + record.wall_offset
-        )
+        source = make_source(record.trace_id, record.span_id, record.ended_at + record.wall_offset)
         is_named = exported and self.has_exemplars
         error = self._errors.admit_label(record.error_type) if record.error_type else None
         durations: Counter[Label] = Counter({semconv.STARTUP_TOTAL: record.duration_ns})
@@ -341,14 +339,7 @@ class MetricsAggregator:
             self._record_duration(semconv.TIME_PER_OUTPUT_TOKEN, key, record.decode_ns / tokens, source)
 
 
-def make_source(record: RequestRecord) -> ExemplarSource | None:
+def _source_of_request(record: RequestRecord) -> ExemplarSource | None:
     """Returns the request span, or the server span of a request that reached no engine."""
     span_id = record.span_id if record.operation else record.server_span_id or record.span_id
-    if not any(record.trace_id) or not any(span_id):
-        return None
-    ended_at = record.ended_at + record.wall_offset
-    return ExemplarSource(*_ids_to_ints(record.trace_id, span_id), ended_at)
-
-
-def _ids_to_ints(trace_id: bytes, span_id: bytes) -> tuple[int, int]:
-    return int.from_bytes(trace_id, "big"), int.from_bytes(span_id, "big")
+    return make_source(record.trace_id, span_id, record.ended_at + record.wall_offset)
