@@ -1,7 +1,7 @@
-"""Counts and exports ordinary requests: what the requests of one shape share is made once.
+"""Counts and exports ordinary requests. The spans and series of one shape are described once.
 
-The first requests of a shape become records like any other. The span layout and the series come from such a record,
-and the layout is used only if it gives the same bytes. Whatever differs goes the way of all other requests.
+The first request of a shape becomes a record, like any other request. The second one gives the layout of the spans
+and the series. A layout is used only if it gives the same bytes as the spans of a record.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _LATENCY_STAGES = (semconv.SPAN_QUEUE,)
 
 
 class RequestShape:
-    """What the requests of one shape share. `record`: the first of them.
+    """Common data of the requests of one shape. `record`: the first of them, without pauses.
 
     `slots`: for each stage, the position of its cause in `causes`. The last cause is `unexplained`.
     """
