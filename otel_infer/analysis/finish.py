@@ -18,10 +18,15 @@ def finish_requests(assembler: Assembler, horizon: int) -> list[RequestRecord]:
     because a record may be held for a while.
     """
     records = assembler.drain_records(horizon)
+    finish_records(records)
+    return records
+
+
+def finish_records(records: list[RequestRecord]) -> None:
+    """Sets the breakdown of records, and clears what only attribution reads."""
     try:
         attribute_latency(records)
     except Exception:  # a record without causes is still correct
         log.exception("%d requests are exported without causes", len(records))
     for record in records:
         record.prefills_by_step = record.thread_delays = None
-    return records

@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from otel_infer import semconv
@@ -20,13 +20,14 @@ from otel_infer.assembly.engine.step_rows import STEPS_PER_BATCH
 from otel_infer.assembly.engine.types import StepRecord
 from otel_infer.assembly.engine.warmup import StepKinds
 from otel_infer.assembly.engine.workers import WorkerState
-from otel_infer.assembly.gpu_clocks import GpuClocks
+from otel_infer.assembly.gpu_clocks import GpuClocks, add_device_state
 from otel_infer.assembly.pauses import Pauses
 from otel_infer.assembly.process_state import ProcessState
 from otel_infer.assembly.records.process import StartRecord
 from otel_infer.assembly.records.request import RequestRecord
 from otel_infer.assembly.request_fragments import RequestFragments
 from otel_infer.assembly.requests.conclude import OpenRequest, build_records, build_unrecorded_end
+from otel_infer.assembly.requests.shapes import ShapedRequest, find_shape
 from otel_infer.assembly.startup import StartupTracker
 from otel_infer.ringbuffer import events
 
@@ -43,6 +44,7 @@ class Assembler:
     """Assembles events from `feed_events`; the `drain_…` methods return what is finished.
 
     `requests_seen`: requests that were opened here, without those that an earlier reader has concluded.
+    `finds_shapes`: `drain_ready` returns ordinary requests as `ShapedRequest`.
     """
 
     def __init__(self) -> None:
@@ -57,7 +59,8 @@ class Assembler:
         self._due, self._numbers = _NEVER, itertools.count()
         self._closed: list[OpenRequest] = []
         self._closed_steps = 0
-        self._ready: list[RequestRecord] = []
+        self._ready: list[RequestRecord | ShapedRequest] = []
+        self.finds_shapes = False
         self._processed_until: dict[int, int] = {}
         self._handlers: dict[type, Callable[[int, int, Any], None]] = {
             events.RequestArrived: self._open_request,
@@ -106,6 +109,10 @@ class Assembler:
 
     def drain_records(self, horizon: int) -> list[RequestRecord]:
         """Returns the requests that ended so long before `horizon` (monotonic ns) that no event can follow."""
+        return [ready for ready in self.drain_ready(horizon) if isinstance(ready, RequestRecord)]
+
+    def drain_ready(self, horizon: int) -> list[RequestRecord | ShapedRequest]:
+        """Returns what `drain_records` does, with ordinary requests in their place."""
         self._close_due_requests(horizon)
         self._build_records()
         ready, self._ready = self._ready, []
@@ -221,19 +228,12 @@ class Assembler:
 
     def _build_records(self) -> None:
         closed, self._closed, self._closed_steps = self._closed, [], 0
-        for record in build_records(closed):
-            if self.workers.has_memory:
-                min_free = self.workers.min_free_memory
-                record.memory_free = (
-                    min_free(record.arrived_at),
-                    min_free(record.first_token_at),
-                    min_free(record.ended_at),
-                )
-            if self._clocks.has_readings:
-                record.gpu_throttled, record.gpu_throttled_at = self._clocks.throttled_between(
-                    record.arrived_at, record.ended_at
-                )
-            self._ready.append(record)
+        shaped: Sequence[ShapedRequest | None] = [None] * len(closed)
+        if self.finds_shapes and not (self.workers.has_memory or self._clocks.has_readings):
+            shaped = [find_shape(request) for request in closed]
+        records = iter(build_records([request for request, shape in zip(closed, shaped) if shape is None]))
+        for ordinary in shaped:
+            self._ready.append(ordinary or add_device_state(next(records), self.workers, self._clocks))
 
     def _remove_process(self, ring: int, handle: int, event: events.ProcessDied) -> None:
         ending = build_unrecorded_end(event.at, events.ERROR, semconv.ERROR_PROCESS_DIED)

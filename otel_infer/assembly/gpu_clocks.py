@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 
+from otel_infer.assembly.engine.workers import WorkerState
+from otel_infer.assembly.records.request import RequestRecord
 from otel_infer.ringbuffer.events import GpuClocksThrottled
 
 CAPACITY = 120
@@ -36,3 +38,15 @@ class GpuClocks:
         return ",".join(sorted(reasons)), tuple(
             (reading.at, reading.until) for reading in readings if reading.is_slowing
         )
+
+
+def add_device_state(record: RequestRecord, workers: WorkerState, clocks: GpuClocks) -> RequestRecord:
+    """Sets the free memory of devices, and throttled clocks, during a request. Returns its record."""
+    if workers.has_memory:
+        instants = record.arrived_at, record.first_token_at, record.ended_at
+        at_arrival, at_first_token, at_end = map(workers.min_free_memory, instants)
+        record.memory_free = at_arrival, at_first_token, at_end
+    if clocks.has_readings:
+        throttled = clocks.throttled_between(record.arrived_at, record.ended_at)
+        record.gpu_throttled, record.gpu_throttled_at = throttled
+    return record

@@ -40,13 +40,16 @@ class RequestLog:
         self._bucket = TokenBucket(BURST)
         self._dropped = 0
 
+    @property
+    def is_enabled(self) -> bool:
+        """Whether a handler takes records."""
+        return self._handler is not None or request_logger.isEnabledFor(logging.INFO)
+
     def log_request(self, record: RequestRecord, decision: tail_sampler.Decision) -> None:
         """Logs one request, unless it is ordinary, no handler takes it, or the rate limit is reached."""
-        is_logger_enabled = request_logger.isEnabledFor(logging.INFO)
-        if decision.reason not in semconv.NOTABLE_REASONS or not (
-            is_logger_enabled or self._handler is not None
-        ):
+        if decision.reason not in semconv.NOTABLE_REASONS or not self.is_enabled:
             return
+        is_logger_enabled = request_logger.isEnabledFor(logging.INFO)
         if not self._spend_budget(record.ended_at):
             self._dropped += 1
             return

@@ -79,7 +79,11 @@ TEXT_MAX = PAGE - TEXT_OFFSET - TEXT_LENGTH.size
 CELL = struct.Struct("<QBBBxI40sQ")
 CELL_BYTES = 64
 BODY_BYTES = 40
+CELL_CODE_AT, CELL_PART_AT, CELL_PARTS_AT, CELL_HANDLE_WORD = 8, 9, 10, 3
+"""Byte positions in a cell, and that of the handle in words of 4 bytes."""
+CELL_BODY = slice(16, 16 + BODY_BYTES)
 PART_BYTES = 36
+CELL_PIECE = slice(CELL_BODY.stop - PART_BYTES, CELL_BODY.stop)
 PART = struct.Struct("<I36s")
 PART_CELL = struct.Struct("<QBBBxII36sQ")
 """A cell whose body is a part of a longer event."""

@@ -16,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from otel_infer.ringbuffer import events, layout
-from otel_infer.ringbuffer.events import RecordedEvent, make_tuple, unpack_requests
+from otel_infer.ringbuffer.cell_columns import CellColumn, are_pairs, split_by_code, unpack_bodies
+from otel_infer.ringbuffer.events import RecordedEvent, make_tuple
 
 Words = NDArray[np.uint64]
 
@@ -239,7 +240,7 @@ class RequestReader:
             self._next, self._hole_polls = upto, 0
         else:
             copy = self._select_whole(copy, whole, counters, final)
-        recorded = self._decode_cells(copy.tobytes())
+        recorded = self._decode_cells(copy)
         if self._pending:
             self._expire_pending()
         return recorded
@@ -258,38 +259,46 @@ class RequestReader:
         self._next, self._hole_polls = self._next + len(whole), 0
         return copy[whole]
 
-    def _decode_cells(self, cells: bytes) -> list[events.RecordedEvent]:
+    def _decode_cells(self, cells: Words) -> list[events.RecordedEvent]:
         """Returns the events of whole cells, in their order. Cells of one code are decoded together."""
-        by_code: dict[int, list[tuple[int, int, bytes]]] = {}
-        at = -1
-        for at, (counter, code, part, parts, handle, body, _) in enumerate(layout.CELL.iter_unpack(cells)):
-            if parts > 1:
-                whole = self._join_parts(counter, part, parts, body)
-                if whole is None:
-                    continue
-                body = whole
-            try:
-                by_code[code].append((at, handle, body))
-            except KeyError:
-                by_code[code] = [(at, handle, body)]
-        by_code.pop(layout.VOID_CODE, None)
-        decoded: list[tuple[events.RecordedEvent, ...]] = [()] * (at + 1)
-        for code, column in by_code.items():
-            positions, handles, bodies = zip(*column)
-            for at, recorded in zip(positions, self._decode_column(code, handles, bodies)):
-                decoded[at] = recorded
+        octets, handles = cells.view(np.uint8), cells.view(np.uint32)[:, layout.CELL_HANDLE_WORD]
+        codes, is_single = octets[:, layout.CELL_CODE_AT], octets[:, layout.CELL_PARTS_AT] <= 1
+        columns = list(split_by_code(codes, handles, np.flatnonzero(is_single), octets[:, layout.CELL_BODY]))
+        if len(several := np.flatnonzero(~is_single)):
+            columns += self._join_cells(octets, codes, handles, several)
+        decoded: list[tuple[events.RecordedEvent, ...]] = [()] * len(cells)
+        for code, positions, of, bodies in columns:
+            if code != layout.VOID_CODE:
+                for at, recorded in zip(positions, self._decode_column(code, of, bodies)):
+                    decoded[at] = recorded
         return [*itertools.chain.from_iterable(decoded)]
 
+    def _join_cells(self, octets: Any, codes: Any, handles: Any, at: Any) -> Iterable[CellColumn]:
+        """Returns the events whose parts are in the cells at these positions, at the position of the last part."""
+        first, second = at[::2], at[1::2]
+        pieces = octets[:, layout.CELL_PIECE]
+        if not self._pending and len(first) == len(second) and are_pairs(octets, first, second):  # mostly
+            bodies = np.zeros((len(codes), 2 * layout.PART_BYTES), np.uint8)
+            bodies[second] = np.concatenate((pieces[first], pieces[second]), axis=1)
+            return split_by_code(codes, handles, second, bodies)
+        columns = []
+        for position in at.tolist():
+            counter, code, part, parts, handle, body, _ = layout.CELL.unpack(octets[position].tobytes())
+            whole = self._join_parts(counter, part, parts, body)
+            if whole is not None:
+                columns.append((code, [position], [handle], [whole]))
+        return columns
+
     def _decode_column(
-        self, code: int, handles: Sequence[int], bodies: Sequence[bytes]
+        self, code: int, handles: Sequence[int], bodies: Any
     ) -> Iterable[tuple[events.RecordedEvent, ...]]:
-        """Returns the recorded events of each body of this code: nearly always one."""
+        """Returns the recorded events of each body of this code: nearly always one. `bodies`: bytes, or rows of octets."""
         text_of, ring = self._strings.__getitem__, self.ring
         try:
-            unpacked = unpack_requests(code, bodies, text_of)
+            unpacked = unpack_bodies(code, bodies, text_of)
         except Exception:  # whatever a damaged cell holds, the others are read
             if len(bodies) > 1:
-                alone = zip(handles, bodies)
+                alone = zip(handles, map(bytes, bodies))
                 return [
                     each for handle, body in alone for each in self._decode_column(code, [handle], [body])
                 ]

@@ -13,10 +13,8 @@ from itertools import repeat
 from typing import Any
 
 from otel_infer import _clock, semconv
-from otel_infer.analysis.finish import finish_requests
 from otel_infer.assembly.assembler import GRACE_NS, Assembler
 from otel_infer.assembly.records.process import StartRecord
-from otel_infer.assembly.records.request import RequestRecord
 from otel_infer.config import budget, slo
 from otel_infer.config.environment import Config
 from otel_infer.export.interfaces import RequestExporter, RequestListener
@@ -32,8 +30,9 @@ from otel_infer.ringbuffer.events import RecordedEvent, Value
 from otel_infer.ringbuffer.merged_reader import MergedReader
 from otel_infer.sidecar import losses, overhead, state_metrics
 from otel_infer.sidecar.delivery import Delivery
-from otel_infer.sidecar.recording import file
+from otel_infer.sidecar.ordinary_requests import FinishedRequest, OrdinaryRequest, OrdinaryRequests
 from otel_infer.sidecar.recording.flight_recorder import FlightRecorder
+from otel_infer.sidecar.recording.tape import open_tape
 from otel_infer.sidecar.request_accounting import RequestAccounting
 
 log = logging.getLogger(__name__)
@@ -90,14 +89,17 @@ class Pipeline:
         self._collection_interval = config.metric_export_interval_ms * 1_000_000
         self._is_service_named = semconv.SERVICE_NAME in resource
         self._governor = overhead.OverheadGovernor(budget.parse_budget(config.budget))
-        self._recording = file.open_writer(config.tape)
+        self._tape = open_tape(config.tape)
         self._request_log, self._listeners = RequestLog(config.request_log), watchers
+        # Listeners and objectives need a record of each request.
+        self._ordinary = OrdinaryRequests(self.sampler, sinks, self._request_log)
+        self.assembler.finds_shapes = not (watchers or config.slo) and self._ordinary.can_export
         self._flight_recorder = flight
         self._scrape = (
             prometheus_endpoint.ScrapeEndpoint(config.scrape_address) if config.scrape_address else None
         )
         self._gpu_poller: NvmlPoller | None = None
-        if config.gpu_metrics and (sender or metrics_outlet or self._scrape or flight or self._recording):
+        if config.gpu_metrics and (sender or metrics_outlet or self._scrape or flight or self._tape):
             self._gpu_poller = NvmlPoller(config.visible_devices)
             self._gpu_poller.start()
 
@@ -149,14 +151,8 @@ class Pipeline:
     def _record_events(self, recorded: list[RecordedEvent], horizon: int) -> None:
         if self._flight_recorder is not None:
             self._flight_recorder.add_events(recorded, horizon)
-        try:
-            if self._recording is not None:
-                if recorded:
-                    self._recording.write(recorded, horizon)
-                self._recording.sync_if_due(horizon)
-        except OSError as error:
-            self._recording = None
-            log.error("cannot write the tape, it ends here: %s", error)
+        if self._tape is not None:
+            self._tape.add_events(recorded, horizon)
 
     def export_requests(self, horizon: int, final: bool = False) -> bool:
         """Exports requests that ended before `horizon`; returns whether any did. `final`: holds none.
@@ -169,9 +165,9 @@ class Pipeline:
         self._run_for_all(
             self._export_start, zip(self.assembler.drain_starts(horizon))
         )  # before what links to them
-        records = finish_requests(self.assembler, horizon)
+        records: Sequence[FinishedRequest] = self._ordinary.finish_requests(self.assembler, horizon)
         self.requests += len(records)
-        decided: list[tail_sampler.DecidedRequest] = []
+        decided: list[tuple[FinishedRequest, tail_sampler.Decision]] = []
         # Each phase runs over all requests, because most of its cost is loading its code into the cache.
         self._run_for_all(self._count_request, zip(records))
         self._run_for_all(self._sample_request, zip(records, repeat(decided)))
@@ -198,8 +194,13 @@ class Pipeline:
             self.metrics.add_marks(marks)
             self.metrics.http_requests.add_untraced(untraced)
 
-    def _sample_request(self, record: RequestRecord, decided: list[tail_sampler.DecidedRequest]) -> None:
-        decided += self.sampler.add(record)
+    def _sample_request(
+        self, record: FinishedRequest, decided: list[tuple[FinishedRequest, tail_sampler.Decision]]
+    ) -> None:
+        if isinstance(record, OrdinaryRequest):
+            decided.append(self._ordinary.sample(record))
+        else:
+            decided += self.sampler.add(record)
 
     def _run_for_all(self, work: Callable[..., None], rows: Iterable[tuple[Any, ...]]) -> None:
         """Calls `work` with each row: a record, and what belongs to it."""
@@ -221,8 +222,12 @@ class Pipeline:
         ):
             export(record)
 
-    def _count_request(self, record: RequestRecord) -> None:
+    def _count_request(self, record: FinishedRequest) -> None:
         """Passes a request to metrics and listeners, before its sampling decision."""
+        if isinstance(record, OrdinaryRequest):  # the first requests of its shape named service and model
+            if self._metrics_enabled:
+                self._ordinary.count(record, self.metrics)
+            return
         self._set_service_name(record.engine or record.provider)
         if self._metrics_enabled:
             if record.model and (record.engine or record.provider == events.TORCH):
@@ -231,14 +236,21 @@ class Pipeline:
         for listener in self._listeners:
             listener.on_request(record)
 
-    def _record_decision(self, record: RequestRecord, decision: tail_sampler.Decision) -> None:
+    def _record_decision(self, record: FinishedRequest, decision: tail_sampler.Decision) -> None:
+        if isinstance(record, OrdinaryRequest):
+            if self._metrics_enabled:
+                self._ordinary.count_decision(record, decision, self.metrics)
+            return
         if self._metrics_enabled:
             self.metrics.add_decision(record, decision)
         if self._flight_recorder is not None and decision.missed:
             self._flight_recorder.record_slo_miss(record.ended_at)
         self._request_log.log_request(record, decision)
 
-    def _export_request(self, record: RequestRecord, decision: tail_sampler.Decision) -> None:
+    def _export_request(self, record: FinishedRequest, decision: tail_sampler.Decision) -> None:
+        if isinstance(record, OrdinaryRequest):
+            self._ordinary.export(record, decision)
+            return
         for exporter in self.exporters:
             if decision.export or not exporter.exported_only:
                 exporter.export_request(record, decision)
@@ -271,19 +283,13 @@ class Pipeline:
             # Once more, because refused spans are known only now; queued behind metrics still being sent.
             self._collect_metrics(_clock.now(), final=True)
             self._metrics_sender.close(max((deadline - _clock.now()) / 1e9, FINAL_METRICS_S))
-        self._close_recording()
+        if self._tape is not None:
+            self._tape.close()
         self._request_log.close()
         if self._gpu_poller is not None:
             self._gpu_poller.stop()
         if self._scrape is not None:
             self._scrape.close()
-
-    def _close_recording(self) -> None:
-        try:
-            if self._recording is not None:
-                self._recording.close()
-        except OSError as error:  # a full disk, for example; the rest must be closed too
-            log.error("cannot complete the tape, its end is missing: %s", error)
 
     def export_without_grace(self, now: int) -> None:
         """Exports ended requests without waiting for late events, because a flush was requested."""
@@ -339,11 +345,5 @@ class Pipeline:
 
     def count_losses(self) -> dict[str, int]:
         """Returns the losses by reason."""
-        return losses.count_losses(
-            self.rings.read_counts(),
-            self.assembler,
-            self.sampler,
-            self.failed,
-            self.sender,
-            self._metrics_sender,
-        )
+        counts, senders = self.rings.read_counts(), (self.sender, self._metrics_sender)
+        return losses.count_losses(counts, self.assembler, self.sampler, self.failed, *senders)

@@ -140,7 +140,7 @@ def _attribute_time(
     if record.pauses:
         _attribute_pauses(ledger, record)
     stages = record.stages
-    for stage in sorted(stages, key=_stage_priority) if len(stages) > 1 else stages:
+    for stage in sorted(stages, key=lambda stage: stage_priority(stage.name, stage.started_at)):
         _attribute_stage(ledger, record, stage, prompt, decode)
     _move_starved_to_throttled(ledger, record)
     if record.loop_pauses:
@@ -180,13 +180,13 @@ def _attribute_throttling_outside(ledger: _TimeLedger, record: RequestRecord) ->
     ledger.attribute_intervals(list(intersect_intervals(outside, throttled)))
 
 
-def _stage_priority(stage: Stage) -> tuple[int, int]:
+def stage_priority(name: str, started_at: int) -> tuple[int, int]:
     """Returns the sort key of a stage, which decides overlaps.
 
     Grammar and KV transfer come first, then the engine's stages. Other stages follow, latest start first,
     because a later stage lies inside the others. `ingress` and `postprocess` come last.
     """
-    return _STAGE_PRIORITIES.get(stage.name, 0), -stage.started_at
+    return _STAGE_PRIORITIES.get(name, 0), -started_at
 
 
 def _attribute_stage(

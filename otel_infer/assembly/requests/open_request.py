@@ -248,8 +248,9 @@ class OpenRequest:
     # ── from events of the request ──────────────────────────────────────────────────────────────────────────
 
     def _set_http_attributes(self, event: ring_events.HttpDescribed) -> None:
-        pairs = zip((semconv.HTTP_REQUEST_METHOD, semconv.URL_SCHEME, semconv.HTTP_ROUTE), event[1:])
-        self.attributes.update((key, value) for key, value in pairs if value)
+        for key, value in zip(_HTTP_KEYS, event[1:]):
+            if value:
+                self.attributes[key] = value
 
     def _add_timed_stage(self, event: ring_events.StageTimed) -> None:
         if len(self.timed_stages) < MAX_STAGES:
@@ -313,6 +314,7 @@ def _add_out_of_memory(request: OpenRequest, event: ring_events.MemoryRefused) -
     request.events.append(UserEvent(event.at, semconv.EVENT_OUT_OF_MEMORY, sizes))
 
 
+_HTTP_KEYS = semconv.HTTP_REQUEST_METHOD, semconv.URL_SCHEME, semconv.HTTP_ROUTE
 _REPORTED_TYPES: set[type] = set()
 """Types of events of which an invalid one was logged."""
 

@@ -23,7 +23,7 @@ def copy_fields(record: RequestRecord, request: OpenRequest) -> None:
     record.telemetry_lost = request.telemetry_lost
     record.received_at = request.received_at
     if request.pauses:
-        _apply_pauses(record, request)
+        apply_pauses(record, request)
     record.marks = request.marks
     record.is_multi_engine = len(request.runs) > 1 and len({run.log for run in request.runs}) > 1
     # Steps are identified by number, and each engine counts its own.
@@ -32,7 +32,7 @@ def copy_fields(record: RequestRecord, request: OpenRequest) -> None:
     _apply_counts(record, request)
 
 
-def _apply_pauses(record: RequestRecord, request: OpenRequest) -> None:
+def apply_pauses(record: RequestRecord, request: OpenRequest) -> None:
     """Divides the pauses into those of the whole process and those of its event loop."""
     of_loop = semconv.EVENT_LOOP_CAUSES
     record.pauses = tuple(pause for pause in request.pauses if pause.cause not in of_loop)

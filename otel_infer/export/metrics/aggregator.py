@@ -7,15 +7,11 @@ data point at collection. Exemplars refer to exported requests only. All calls c
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from opentelemetry.sdk.metrics import export
-from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
 from otel_infer import semconv
-from otel_infer._version import VERSION
 from otel_infer.assembly.engine.types import Execution, StepRecord
 from otel_infer.assembly.records.process import Mark, Pause, StartRecord
 from otel_infer.assembly.records.request import LatencyBreakdown, RequestRecord
@@ -27,12 +23,13 @@ from otel_infer.export.metrics.counters import (
     CardinalityLimit,
     NumberSeries,
     SetValue,
+    build_metrics_data,
     replace_values,
 )
-from otel_infer.export.metrics.histograms import ExemplarSource, HistogramSeries, Key, Label
+from otel_infer.export.metrics.histograms import ExemplarSource, HistogramSeries, Key, Label, make_source
 from otel_infer.export.metrics.http_requests import HttpRequestDurations
 from otel_infer.export.metrics.inter_token_latency import InterTokenLatency
-from otel_infer.export.metrics.request_counters import count_objectives, count_slow_causes
+from otel_infer.export.metrics.request_counters import RequestSeries, count_objectives, count_slow_causes
 from otel_infer.export.metrics.request_keys import RequestKeys
 from otel_infer.export.sampling.tail_sampler import Decision
 from otel_infer.ringbuffer import events
@@ -69,8 +66,8 @@ class MetricsAggregator:
         self._resource = resource
         self._has_objectives = has_objectives
         self.is_delta = temporality in ("delta", "lowmemory")  # they differ only for observable counters
-        self._last_step_at = 0
-        self._exemplars_enabled = exemplars
+        self._last_step_at = self._resets = 0
+        self.has_exemplars = exemplars
         self._started_at = self._collected_at = started_at_unix_ns
         self._histograms = {
             metric.name: HistogramSeries(metric, exponential)
@@ -96,23 +93,31 @@ class MetricsAggregator:
         for name in semconv.MARK_NAMES:
             self._number_series[semconv.MARKS.name].set((name,), 0)
 
+    def count_kept(self, reason: str) -> None:
+        """Counts the keep reason of a request."""
+        self._number_series[semconv.REQUEST_KEPT.name].add((reason,), 1)
+
+    def count_slow(self, causes: Mapping[str, int], key: Key) -> None:
+        """Counts the causes of a slow request, ns."""
+        count_slow_causes(self._number_series, causes, key)
+
     def add_decision(self, record: RequestRecord, decision: Decision) -> None:
         """Counts the keep reason of a request, its missed objectives, and the causes of a slow one."""
-        self._number_series[semconv.REQUEST_KEPT.name].add((decision.reason,), 1)
+        self.count_kept(decision.reason)
         if not (record.generative and record.operation and (self._has_objectives or decision.slow)):
             return  # objectives do not apply to a POST that reached no engine
         key = (*self._request_keys.make_key(record), *self._make_caller_key(record))
         if self._has_objectives:
             count_objectives(self._number_series, record, decision, key)
         if decision.slow and record.breakdown is not None:
-            count_slow_causes(self._number_series, record.breakdown, key)
+            self.count_slow(record.breakdown.causes, key)
 
     def add_request(self, record: RequestRecord, *, exported: bool) -> None:
         """Counts a finished request, exported or not. Only an exported request becomes an exemplar.
 
         An HTTP request that inferred nothing has no operation, and counts as an HTTP request only.
         """
-        source = _source_of_request(record) if exported and self._exemplars_enabled else None
+        source = _source_of_request(record) if exported and self.has_exemplars else None
         self.http_requests.add_request(record, source)
         if not record.operation:
             return
@@ -134,6 +139,36 @@ class MetricsAggregator:
         self._number_series[semconv.REQUEST_PREEMPTIONS.name].add(request_key, record.preemptions)
         self._record_token_latency(record, (*request_key, *caller_key), source)
 
+    def find_request_series(self, record: RequestRecord) -> RequestSeries:
+        """Returns the series that `add_request` counts a success without steps in."""
+        found = self.http_requests.find_durations(record)
+        histograms = [] if found is None else [found]
+        if not record.operation:
+            return RequestSeries(histograms, None, self.series_version)
+        request_key, caller_key = self._request_keys.make_key(record), self._make_caller_key(record)
+        of_requests, of_stages = (
+            self._histograms[metric.name] for metric in (semconv.REQUEST_DURATION, semconv.STAGE_DURATION)
+        )
+        histograms.append(of_requests.get_or_create((*request_key, None, *caller_key)))
+        for stage in record.stages:
+            key = (self._stages.admit_label(stage.name), semconv.CLOCK_HOST, *request_key)
+            histograms.append(of_stages.get_or_create(key))
+        if not record.generative:
+            return RequestSeries(histograms, None, self.series_version)
+        self._number_series[semconv.REQUEST_PREEMPTIONS.name].add(request_key, 0)
+        return RequestSeries(histograms, (*request_key, *caller_key), self.series_version)
+
+    @property
+    def series_version(self) -> tuple[int, int]:
+        """Changes when other series than before may count a request."""
+        return self._resets, self._request_keys.version
+
+    def add_causes(self, key: Key, causes: Iterable[tuple[str, int]]) -> None:
+        """Adds the times of the causes of a request, ns."""
+        totals = self._cause_totals.setdefault(key, {})
+        for cause, length in causes:
+            totals[cause] = totals.get(cause, 0) + length
+
     def add_steps(self, records: Sequence[StepRecord]) -> None:
         """Counts engine steps, and sets the KV usage of each engine from its latest step."""
         groups: dict[Key, list[StepRecord]] = {}
@@ -146,14 +181,7 @@ class MetricsAggregator:
                 latest[engine] = record
         for key, group in groups.items():
             engine_steps.record_steps(self._histograms, self._number_series, key[0], key[1:], group)
-        for key, record in latest.items():
-            self._number_series[semconv.KV_USAGE.name].set(key, record.kv_used)
-            self._number_series[semconv.KV_LIMIT.name].set(key, record.kv_total)
-            self._number_series[semconv.KV_UTILIZATION.name].set(key, record.kv_used / record.kv_total)
-            if record.block_tokens:
-                free = (record.kv_total - record.kv_used) * record.block_tokens
-                self._number_series[semconv.KV_BLOCK_SIZE.name].set(key, record.block_tokens)
-                self._number_series[semconv.KV_HEADROOM.name].set(key, free / max(record.running, 1))
+        engine_steps.set_kv_usage(self._number_series, latest)
 
     def add_executions(self, executions: Sequence[Execution]) -> None:
         """Counts the execution times of workers."""
@@ -179,10 +207,8 @@ class MetricsAggregator:
 
         Only a start that is exported under its own ids becomes an exemplar.
         """
-        source = ExemplarSource(
-            *_ids_to_ints(record.trace_id, record.span_id), record.ended_at + record.wall_offset
-        )
-        is_named = exported and self._exemplars_enabled
+        source = make_source(record.trace_id, record.span_id, record.ended_at + record.wall_offset)
+        is_named = exported and self.has_exemplars
         error = self._errors.admit_label(record.error_type) if record.error_type else None
         durations: Counter[Label] = Counter({semconv.STARTUP_TOTAL: record.duration_ns})
         for phase in record.phases:
@@ -246,14 +272,8 @@ class MetricsAggregator:
                 name, meaning, unit = metric.name, metric.description, metric.unit
                 metrics.append(export.Metric(name=name, description=meaning, unit=unit, data=data))
         self._collected_at = now_unix_ns
-        named: Any = {semconv.SERVICE_NAME: semconv.UNKNOWN_SERVICE, **self._resource}
-        scope = export.ScopeMetrics(
-            scope=InstrumentationScope(semconv.SCOPE, VERSION, semconv.SCHEMA_URL),
-            metrics=metrics,
-            schema_url=semconv.SCHEMA_URL,
-        )
-        resource = export.ResourceMetrics(resource=Resource(named), scope_metrics=[scope], schema_url="")
-        return export.MetricsData(resource_metrics=[resource])
+        self._resets += self.is_delta
+        return build_metrics_data(metrics, self._resource)
 
     def _make_caller_key(self, record: RequestRecord) -> Key:
         """Returns tenant and traffic class; empty if neither is configured."""
@@ -289,9 +309,7 @@ class MetricsAggregator:
             )
 
     def _count_breakdown(self, record: RequestRecord, breakdown: LatencyBreakdown, key: Key) -> None:
-        totals = self._cause_totals.setdefault(key, {})
-        for cause, length in breakdown.causes.items():
-            totals[cause] = totals.get(cause, 0) + length
+        self.add_causes(key, breakdown.causes.items())
         if breakdown.interference_by_class:
             prompt = record.input_tokens or sum(chunk.tokens for chunk in record.prefill_steps)
             waiting_class = tenancy.request_class(record.attributes.get(semconv.TRAFFIC_CLASS), prompt)
@@ -324,11 +342,4 @@ class MetricsAggregator:
 def _source_of_request(record: RequestRecord) -> ExemplarSource | None:
     """Returns the request span, or the server span of a request that reached no engine."""
     span_id = record.span_id if record.operation else record.server_span_id or record.span_id
-    if not any(record.trace_id) or not any(span_id):
-        return None
-    ended_at = record.ended_at + record.wall_offset
-    return ExemplarSource(*_ids_to_ints(record.trace_id, span_id), ended_at)
-
-
-def _ids_to_ints(trace_id: bytes, span_id: bytes) -> tuple[int, int]:
-    return int.from_bytes(trace_id, "big"), int.from_bytes(span_id, "big")
+    return make_source(record.trace_id, span_id, record.ended_at + record.wall_offset)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from opentelemetry.sdk.metrics import export
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
 from otel_infer import semconv
+from otel_infer._version import VERSION
 from otel_infer.export.metrics.histograms import MAX_SERIES, OVERFLOW_KEY, Key, Label, key_to_attributes
 from otel_infer.ringbuffer.events import Value
 
@@ -133,6 +136,18 @@ def replace_values(
     set_values(set_value)
     for metric in metrics:
         numbers[metric.name].retain_keys(keys[metric.name])
+
+
+def build_metrics_data(metrics: Sequence[export.Metric], resource: Mapping[str, Value]) -> export.MetricsData:
+    """Returns what the SDK's exporter sends."""
+    named: Any = {semconv.SERVICE_NAME: semconv.UNKNOWN_SERVICE, **resource}
+    scope = export.ScopeMetrics(
+        scope=InstrumentationScope(semconv.SCOPE, VERSION, semconv.SCHEMA_URL),
+        metrics=metrics,
+        schema_url=semconv.SCHEMA_URL,
+    )
+    of_resource = export.ResourceMetrics(resource=Resource(named), scope_metrics=[scope], schema_url="")
+    return export.MetricsData(resource_metrics=[of_resource])
 
 
 def _value_to_label(value: Value | None) -> Label:

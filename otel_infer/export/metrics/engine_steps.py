@@ -34,6 +34,18 @@ def record_steps(
             tokens.add((step_kind, *engine), count)
 
 
+def set_kv_usage(numbers: Mapping[str, NumberSeries], latest: Mapping[Key, StepRecord]) -> None:
+    """Sets the KV usage of each engine from its latest step with a KV cache."""
+    for key, record in latest.items():
+        numbers[semconv.KV_USAGE.name].set(key, record.kv_used)
+        numbers[semconv.KV_LIMIT.name].set(key, record.kv_total)
+        numbers[semconv.KV_UTILIZATION.name].set(key, record.kv_used / record.kv_total)
+        if record.block_tokens:
+            free = (record.kv_total - record.kv_used) * record.block_tokens
+            numbers[semconv.KV_BLOCK_SIZE.name].set(key, record.block_tokens)
+            numbers[semconv.KV_HEADROOM.name].set(key, free / max(record.running, 1))
+
+
 def record_executions(histograms: Mapping[str, HistogramSeries], executions: Sequence[Execution]) -> None:
     """Adds the execution times of workers, weighted by the number of steps that each stands for."""
     groups: dict[tuple[str, Key], list[int]] = {}

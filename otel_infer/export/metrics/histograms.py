@@ -18,7 +18,7 @@ import numpy as np
 from opentelemetry.sdk.metrics import export
 
 from otel_infer import semconv
-from otel_infer.ringbuffer.events import Value
+from otel_infer.ringbuffer.events import Value, make_tuple
 
 try:
     from opentelemetry.sdk.metrics import Exemplar
@@ -43,6 +43,12 @@ class ExemplarSource(NamedTuple):
     trace_id: int
     span_id: int
     at: int
+
+
+def make_source(trace_id: bytes, span_id: bytes, at: int) -> ExemplarSource | None:
+    """Returns the source with these ids; None if one of them is zero."""
+    ids = int.from_bytes(trace_id, "big"), int.from_bytes(span_id, "big")
+    return make_tuple(ExemplarSource, (*ids, at)) if all(ids) else None
 
 
 def _no_source(position: int) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from otel_infer import semconv
 from otel_infer.assembly.records.request import RequestRecord
 from otel_infer.export.metrics.counters import CardinalityLimit
-from otel_infer.export.metrics.histograms import ExemplarSource, HistogramSeries, Label
+from otel_infer.export.metrics.histograms import ExemplarSource, Histogram, HistogramSeries, Label
 from otel_infer.ringbuffer import events
 
 MAX_ROUTES = MAX_ERROR_TYPES = 64
@@ -22,13 +22,19 @@ class HttpRequestDurations:
 
     def add_request(self, record: RequestRecord, source: ExemplarSource | None) -> None:
         """Counts a request whose server span is ours; where it is another library's, that library counts it."""
+        durations = self.find_durations(record)
+        if durations is not None:
+            durations.record(record.duration_ns / 1e9, source)
+
+    def find_durations(self, record: RequestRecord) -> Histogram | None:
+        """Returns the histogram that counts this request; None if another library counts it."""
         method = record.attributes.get(semconv.HTTP_REQUEST_METHOD) or record.name
         if not record.server_span_id or method not in events.METHODS:
-            return
+            return None
         scheme = record.attributes.get(semconv.URL_SCHEME, "")
         route = str(record.attributes.get(semconv.HTTP_ROUTE, ""))
         labels = self._make_labels(str(method), str(scheme), route, record.status_code, record.error_type)
-        self._durations.get_or_create(labels).record(record.duration_ns / 1e9, source)
+        return self._durations.get_or_create(labels)
 
     def add_untraced(self, served: Sequence[events.HttpServed]) -> None:
         """Counts requests that have no span."""

@@ -5,14 +5,26 @@ Tokens include cached prompt tokens and draft tokens.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from otel_infer import semconv
-from otel_infer.assembly.records.request import LatencyBreakdown, RequestRecord
+from otel_infer.assembly.records.request import RequestRecord
 from otel_infer.export.metrics.counters import NumberSeries
-from otel_infer.export.metrics.histograms import Key
+from otel_infer.export.metrics.histograms import Histogram, Key
 from otel_infer.export.sampling.tail_sampler import Decision, is_client_cancelled
 from otel_infer.ringbuffer import events
+
+
+class RequestSeries(NamedTuple):
+    """The series that count requests of one shape: of the HTTP request, of the request, and of its stages.
+
+    `causes`: key of the times of causes; None where they are not counted. `version`: of the aggregator.
+    """
+
+    histograms: Sequence[Histogram]
+    causes: Key | None
+    version: tuple[int, int]
 
 
 def count_usage(
@@ -53,8 +65,8 @@ def count_objectives(
     numbers[semconv.REQUEST_OBJECTIVES.name].add((result, *key), 1)
 
 
-def count_slow_causes(numbers: Mapping[str, NumberSeries], breakdown: LatencyBreakdown, key: Key) -> None:
-    """Adds the causes of one slow request."""
+def count_slow_causes(numbers: Mapping[str, NumberSeries], causes: Mapping[str, int], key: Key) -> None:
+    """Adds the causes of one slow request, ns."""
     seconds = numbers[semconv.LATENCY_SLOW_DURATION.name]
-    for cause, length in breakdown.causes.items():
+    for cause, length in causes.items():
         seconds.add((cause, *key), length / 1e9)

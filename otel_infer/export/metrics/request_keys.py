@@ -16,6 +16,8 @@ class RequestKeys:
     """The admitted names. Any further name becomes `_OTHER`."""
 
     def __init__(self) -> None:
+        self.version = 0
+        """Changes when a request may get another key than before."""
         self._served_models: set[str] = set()
         self._operations, self._providers = CardinalityLimit(MAX_MODELS), CardinalityLimit(MAX_MODELS)
         self._keys: dict[tuple[str, str, str], Key] = {}
@@ -25,6 +27,7 @@ class RequestKeys:
         if model and model not in self._served_models and len(self._served_models) < MAX_MODELS:
             self._served_models.add(model)
             self._keys.clear()
+            self.version += 1
 
     def make_key(self, record: RequestRecord) -> Key:
         """Returns operation, provider and model; a model that is not allowed is `_OTHER`."""

@@ -20,6 +20,7 @@ from otel_infer.export.otlp.span_encoder import (
     gzip_parts,
 )
 from otel_infer.export.otlp.step_encoder import StepColumns, StepEncoder, StepOwners, derive_step_span_ids
+from otel_infer.export.otlp.tree_layout import SpanTreeLayout, list_values
 from otel_infer.ringbuffer.events import Value as AttributeValue
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "Span",
     "SpanEvent",
     "SpanLink",
+    "SpanTreeLayout",
     "StepColumns",
     "StepEncoder",
     "StepOwners",
@@ -38,4 +40,5 @@ __all__ = [
     "encode_scope",
     "encode_span",
     "gzip_parts",
+    "list_values",
 ]

@@ -267,6 +267,7 @@ class _SpanLayout:
     """A run of bytes with holes: the bytes before each hole, and the `struct` format of the value in it."""
 
     def __init__(self, holes: Sequence[tuple[bytes, str]]) -> None:
+        self.holes = holes
         self._parts: list[Any] = [part for before, _ in holes for part in (before, None)]
         layout = struct.Struct("<" + "".join(f"{len(before)}s{form}" for before, form in holes))
         self._pack = layout.pack

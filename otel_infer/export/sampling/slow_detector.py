@@ -20,6 +20,8 @@ MAX_SKETCH_REQUESTS = 4096
 UPDATE_EVERY = 16
 MAX_CLASSES = 128
 ACCURACY = 0.01
+NO_TOKENS = 0, 0
+"""The size class of requests without known tokens."""
 
 
 def find_size_class(record: RequestRecord) -> tuple[int, int]:
@@ -65,14 +67,17 @@ class SlowRequestDetector:
 
     def is_slow(self, record: RequestRecord) -> bool:
         """Returns whether this request is slow, and counts it for later requests."""
+        return self.is_slow_length(find_size_class(record), record.duration_ns, record.ttft_ns)
+
+    def is_slow_length(self, size: tuple[int, int], duration_ns: int, ttft_ns: int) -> bool:
+        """Returns whether a request of this size class is slow, and counts it. `ttft_ns`: 0 = it had no token."""
         if not self._share:
             return False
-        size = find_size_class(record)
         thresholds = self._size_classes.get(size)
         if thresholds is None:
             thresholds = self._size_classes[size] = _SlowThreshold(), _SlowThreshold()
             if len(self._size_classes) > MAX_CLASSES:
                 self._size_classes.popitem(last=False)
         self._size_classes.move_to_end(size)
-        is_slow_duration = thresholds[0].is_slow(record.duration_ns, self._share)
-        return bool(record.ttft_ns and thresholds[1].is_slow(record.ttft_ns, self._share)) or is_slow_duration
+        is_slow_duration = thresholds[0].is_slow(duration_ns, self._share)
+        return bool(ttft_ns and thresholds[1].is_slow(ttft_ns, self._share)) or is_slow_duration

@@ -16,9 +16,10 @@ from otel_infer import semconv
 from otel_infer.assembly.records.request import RequestRecord
 from otel_infer.config import slo
 from otel_infer.config.slo import Objectives
-from otel_infer.export.sampling.slow_detector import SlowRequestDetector, find_size_class
+from otel_infer.export.sampling.slow_detector import NO_TOKENS, SlowRequestDetector, find_size_class
 from otel_infer.export.sampling.token_bucket import TokenBucket
 from otel_infer.ringbuffer import events
+from otel_infer.ringbuffer.events import make_tuple
 
 MAX_STEPS_PER_TRACE = 1000
 MAX_TRACES = 4096
@@ -85,8 +86,10 @@ class TailSampler:
         objectives: Objectives | None = None,
         slow_share: float = 0.0,
     ) -> None:
-        self._mode, self._budget, self._keep_unsampled, self._ratio = mode, budget, keep_unsampled, ratio
+        self._mode, self._budget, self._keep_unsampled = mode, budget, keep_unsampled
         self._objectives, self._slow_detector = objectives or Objectives(), SlowRequestDetector(slow_share)
+        usual = semconv.KEEP_REASON_SAMPLED if ratio else semconv.KEEP_REASON_BUDGET
+        self._usual_reason = semconv.KEEP_REASON_ALL if mode == "all" else usual
         self._bucket = TokenBucket(budget * BURST_SECONDS)
         self._steps_by_trace: OrderedDict[bytes, int] = OrderedDict()
         self._held_requests: OrderedDict[bytes, DecidedRequest] = OrderedDict()
@@ -162,6 +165,18 @@ class TailSampler:
         granted = self._decide_by_mode(record, missed, is_slow)
         return Decision(*granted, missed, is_slow or bool(missed))
 
+    def decide_ordinary(self, trace_id: bytes, span_id: bytes, duration_ns: int) -> Decision:
+        """Returns the decision for a sampled success without steps, to which no objectives apply."""
+        is_slow = self._slow_detector.is_slow_length(NO_TOKENS, duration_ns, 0)
+        reason = self._usual_reason
+        if self._mode == "off":
+            reason = semconv.KEEP_REASON_NONE
+        elif is_slow or span_id in self._pending_interferers:
+            reason = semconv.KEEP_REASON_SLOW if is_slow else semconv.KEEP_REASON_INTERFERER
+        elif self._mode == "all" and _trace_to_fraction(trace_id) >= self.share:
+            reason = semconv.KEEP_REASON_NONE
+        return make_tuple(Decision, (True, 0, reason, False, (), is_slow))  # type: ignore[no-any-return]
+
     def _decide_by_mode(self, record: RequestRecord, missed: tuple[str, ...], is_slow: bool) -> _Grant:
         if not self.is_exported(record):
             unsampled = not self._is_sampled(record)
@@ -169,11 +184,11 @@ class TailSampler:
         priority_reason = self._find_priority_reason(record, missed, is_slow)
         if self._mode == "off":
             return True, 0, semconv.KEEP_REASON_NONE, False
-        if self._mode == "all" and not priority_reason and _trace_to_fraction(record) >= self.share:
+        if self._mode == "all" and not priority_reason and _trace_to_fraction(record.trace_id) >= self.share:
             return True, 0, semconv.KEEP_REASON_NONE, False
         if self._mode == "all":
             has_chunks = _count_prefill_chunks(record) > 0
-            return True, _count_decode_steps(record), priority_reason or semconv.KEEP_REASON_ALL, has_chunks
+            return True, _count_decode_steps(record), priority_reason or self._usual_reason, has_chunks
         return self._grant_steps(record, priority_reason)
 
     def _find_priority_reason(self, record: RequestRecord, missed: tuple[str, ...], is_slow: bool) -> str:
@@ -192,9 +207,8 @@ class TailSampler:
 
     def _grant_steps(self, record: RequestRecord, priority_reason: str) -> _Grant:
         chunks, steps = _count_prefill_chunks(record), _count_decode_steps(record)
-        usual_reason = semconv.KEEP_REASON_SAMPLED if self._ratio else semconv.KEEP_REASON_BUDGET
         if not (chunks or steps):
-            return True, 0, priority_reason or usual_reason, False
+            return True, 0, priority_reason or self._usual_reason, False
         used = self._steps_by_trace.get(record.trace_id, 0)
         self._refill_budget(record.ended_at)
         if not priority_reason and self._budget_for_reason("") < steps and self._claim_baseline(record):
@@ -204,7 +218,7 @@ class TailSampler:
         granted = min(steps, room - chunks * with_chunks)
         spent = granted + chunks * with_chunks
         self._spend_budget(record.trace_id, used, spent)
-        reason = priority_reason or (usual_reason if spent else semconv.KEEP_REASON_NONE)
+        reason = priority_reason or (self._usual_reason if spent else semconv.KEEP_REASON_NONE)
         return True, granted, reason, with_chunks
 
     def _claim_baseline(self, record: RequestRecord) -> bool:
@@ -227,14 +241,8 @@ class TailSampler:
                 self._pending_interferers.popitem(last=False)
             return []
         record, previous = held
-        return [
-            DecidedRequest(
-                record,
-                Decision(
-                    *self._grant_steps(record, semconv.KEEP_REASON_INTERFERER), previous.missed, previous.slow
-                ),
-            )
-        ]
+        grant = self._grant_steps(record, semconv.KEEP_REASON_INTERFERER)
+        return [DecidedRequest(record, Decision(*grant, previous.missed, previous.slow))]
 
     def _refill_budget(self, at: int) -> None:
         """Adds the budget of the time since the last refill."""
@@ -325,9 +333,9 @@ def _iter_unserved_waits(record: RequestRecord) -> Iterator[tuple[str, int]]:
         yield slo.ITL, record.final_wait_ns
 
 
-def _trace_to_fraction(record: RequestRecord) -> float:
+def _trace_to_fraction(trace_id: bytes) -> float:
     """Returns a fraction from 0 to 1, the same for all requests of a trace."""
-    return int.from_bytes(record.trace_id[:4], "big") / (1 << 32)
+    return int.from_bytes(trace_id[:4], "big") / (1 << 32)
 
 
 def _detach_steps(record: RequestRecord) -> RequestRecord:

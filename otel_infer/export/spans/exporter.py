@@ -9,8 +9,8 @@ the CPU caches.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -40,6 +40,13 @@ STEPS_PER_CALL = 4096
 """Steps per encoding call: half a megabyte, so that the copy of the output reads from the CPU cache."""
 
 
+class EncodedTree(NamedTuple):
+    """The spans of one request, encoded, and their number."""
+
+    encoded: bytes
+    spans: int
+
+
 class OtlpSpanExporter:
     """Encodes the spans of exported requests.
 
@@ -51,7 +58,7 @@ class OtlpSpanExporter:
     def __init__(self, sender: BatchSender, latency_attributes: bool) -> None:
         self._sender = sender
         self.taken = 0
-        self._latency_attributes = latency_attributes
+        self.latency_attributes = latency_attributes
         self._step_encoder = otlp.StepEncoder(
             semconv.SPAN_DECODE_STEP,
             semconv.STEP_ID,
@@ -60,7 +67,7 @@ class OtlpSpanExporter:
             semconv.INTERFERENCE_PREFILL_TOKENS,
             semconv.DEVICE_SPAN,
         )
-        self._pending_spans: list[list[otlp.Span]] = []
+        self._pending_spans: list[list[otlp.Span] | EncodedTree] = []
         self._pending_starts: list[list[otlp.Span]] = []
         self._parts: list[otlp.Encoded] = []
         self._span_count = self._request_count = self._size = 0
@@ -73,13 +80,18 @@ class OtlpSpanExporter:
 
     def export_request(self, record: RequestRecord, decision: tail_sampler.Decision) -> None:
         """Adds one request whose decision is to export."""
-        spans = tree.build_request_spans(record, decision, self._latency_attributes)
+        spans = tree.build_request_spans(record, decision, self.latency_attributes)
         self._pending_spans.append(spans)
         self.taken += 1
         if decision.steps and record.steps is not None:
             decode = next((span for span in spans if span.name == semconv.SPAN_DECODE), None)
             if decode is not None:
                 self._add_steps(record, record.steps, decode.span_id, decision.steps)
+
+    def export_encoded(self, tree: EncodedTree) -> None:
+        """Adds one request whose decision is to export, without steps."""
+        self._pending_spans.append(tree)
+        self.taken += 1
 
     def export_start(self, record: StartRecord) -> None:
         """Adds the start of one process."""
@@ -118,19 +130,22 @@ class OtlpSpanExporter:
         self._encode_trees(starts, requests_per_tree=0)
         self._encode_trees(requests, requests_per_tree=1)
 
-    def _encode_trees(self, trees: list[list[otlp.Span]], requests_per_tree: int) -> None:
+    def _encode_trees(self, trees: Sequence[list[otlp.Span] | EncodedTree], requests_per_tree: int) -> None:
         """Encodes trees of spans, each of them one request or none."""
         encoded: list[bytes] = []
         count = size = 0
         for spans in trees:
-            try:
-                tree_bytes = b"".join(map(otlp.encode_span, spans))
-            except Exception:  # one request must not stop the others
-                log.exception("spans of a request were not encoded: trace %s", spans[0].trace_id.hex())
-                self._sender.count_not_encoded(len(spans), requests_per_tree)
-                continue
+            if isinstance(spans, EncodedTree):
+                tree_bytes, number = spans
+            else:
+                try:
+                    tree_bytes, number = b"".join(map(otlp.encode_span, spans)), len(spans)
+                except Exception:  # one request must not stop the others
+                    log.exception("spans of a request were not encoded: trace %s", spans[0].trace_id.hex())
+                    self._sender.count_not_encoded(len(spans), requests_per_tree)
+                    continue
             encoded.append(tree_bytes)
-            count, size = count + len(spans), size + len(tree_bytes)
+            count, size = count + number, size + len(tree_bytes)
             if size >= PART_BYTES:
                 self._add_part(b"".join(encoded), count, len(encoded) * requests_per_tree)
                 encoded, count, size = [], 0, 0

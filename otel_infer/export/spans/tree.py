@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from otel_infer import semconv
+from otel_infer.assembly.records.process import Pause
 from otel_infer.assembly.records.request import PrefillStep, RequestRecord, Stage
 from otel_infer.export.otlp import SharedAttributes, Span, SpanEvent, SpanLink
 from otel_infer.export.sampling import tail_sampler
@@ -55,8 +56,7 @@ def build_request_spans(
         server = _build_request_span(
             record, decision, record.parent_span_id, name, SERVER, {**own, **http}, {}
         )
-        has_work = any(stage.name not in _EDGE_STAGES for stage in record.stages)
-        return [server, *_build_stage_spans(record, decision)] if has_work else [server]
+        return [server, *_build_stage_spans(record, decision)] if has_stage_spans(record) else [server]
     spans, parent = [], record.parent_span_id
     if record.server_span_id:
         spans.append(_build_server_span(record, http))
@@ -120,6 +120,11 @@ def is_server_only(record: RequestRecord) -> bool:
     return record.server_span_id == record.span_id
 
 
+def has_stage_spans(record: RequestRecord) -> bool:
+    """Returns whether the stages are spans: of an inference, or where work was recorded."""
+    return not is_server_only(record) or any(stage.name not in _EDGE_STAGES for stage in record.stages)
+
+
 def request_name(record: RequestRecord) -> str:
     """Returns `chat llama-3-8b`, `inference`, …; method and route for a request that reached no engine."""
     if not record.operation:
@@ -143,7 +148,8 @@ def _build_events(record: RequestRecord, decision: tail_sampler.Decision) -> lis
         SpanEvent(event.at + record.wall_offset, event.name, event.attributes) for event in record.events
     ]
     if span_attributes.has_sampling_reason(decision):
-        events += [*_build_pause_events(record), *_build_mark_events(record)]
+        instants = record.arrived_at, record.ended_at, record.wall_offset
+        events += [*build_pause_events(record.all_pauses, *instants), *_build_mark_events(record)]
         events.sort(key=lambda event: event.at)
     return events
 
@@ -163,20 +169,17 @@ def _build_links(record: RequestRecord) -> list[SpanLink]:
     return links
 
 
-def _build_pause_events(record: RequestRecord) -> list[SpanEvent]:
-    """Returns events for the longest pauses, each limited to the time of the request."""
-    pauses = [
-        (max(pause.started_at, record.arrived_at), min(pause.ended_at, record.ended_at), pause.cause)
-        for pause in record.all_pauses
-    ]
-    longest = sorted(pauses, key=lambda pause: pause[0] - pause[1])[: span_attributes.MAX_PAUSES]
+def build_pause_events(pauses: Sequence[Pause], begin: int, end: int, wall_offset: int) -> list[SpanEvent]:
+    """Returns events for the longest pauses, each limited to the time of the request, longest first."""
+    limited = [(max(pause.started_at, begin), min(pause.ended_at, end), pause.cause) for pause in pauses]
+    longest = sorted(limited, key=lambda pause: pause[0] - pause[1])[: span_attributes.MAX_PAUSES]
     return [
         SpanEvent(
-            start + record.wall_offset,
+            since + wall_offset,
             semconv.EVENT_PAUSE,
-            {semconv.PAUSE_CAUSE: cause, semconv.PAUSE_DURATION: (end - start) / 1e9},
+            {semconv.PAUSE_CAUSE: cause, semconv.PAUSE_DURATION: (until - since) / 1e9},
         )
-        for start, end, cause in longest
+        for since, until, cause in longest
     ]
 
 

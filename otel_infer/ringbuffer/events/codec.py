@@ -201,11 +201,16 @@ def unpack_requests(code: int, bodies: Sequence[bytes], text_of: Callable[[int],
     layout = LAYOUT_BY_CODE.get(code)
     if layout is None:
         return [_unpack_text(code, body) for body in bodies]
-    _, event, packed, strings = layout
-    size = packed.size
+    size = layout.packed.size
     if min(map(len, bodies)) < size:
         raise ValueError("the event is longer than its body")
-    columns: list[Any] = list(zip(*packed.iter_unpack(b"".join([body[:size] for body in bodies]))))
+    return unpack_joined(layout, b"".join([body[:size] for body in bodies]), text_of)
+
+
+def unpack_joined(layout: EventLayout, joined: bytes, text_of: Callable[[int], str]) -> list[Any]:
+    """Returns the request events of this layout that follow each other in `joined`. Raises like `unpack_requests`."""
+    _, event, packed, strings = layout
+    columns: list[Any] = list(zip(*packed.iter_unpack(joined)))
     if not 0 <= min(columns[0]) <= max(columns[0]) < MAX_INSTANT:
         raise ValueError("an instant is outside of the clock")
     for i in strings:

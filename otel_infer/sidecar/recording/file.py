@@ -113,15 +113,6 @@ def _make_json_safe(value: Any) -> Any:
     return [_make_json_safe(each) for each in value] if isinstance(value, (list, tuple)) else value
 
 
-def open_writer(path: str) -> RecordingWriter | None:
-    """Returns the writer of a new tape; None if `path` is "", or after a logged failure."""
-    try:
-        return RecordingWriter(rotate_tape(Path(path))) if path else None
-    except OSError as error:
-        log.error("cannot open the tape, nothing is recorded: %s", error)
-        return None
-
-
 def read_header(path: Path) -> dict[str, Any]:
     """Returns the first line of a tape; raises `InvalidRecording`."""
     try:

@@ -92,7 +92,7 @@ def test_exemplars_need_exporters_and_unrecorded_requests_are_counted(
     enabled: list[bool] = []
     for exporters in ([], [SpanCollector()]):
         pipeline = Pipeline(Config(), MergedReader(), exporters, None, {}, None, 0)  # type: ignore[arg-type]
-        enabled.append(pipeline.metrics._exemplars_enabled)
+        enabled.append(pipeline.metrics.has_exemplars)
     assert enabled == [False, True]
     monkeypatch.setattr(MergedReader, "read_counts", lambda rings: Counter(unrecorded=7))
     assert pipeline.count_losses()["not_recorded"] == 7
