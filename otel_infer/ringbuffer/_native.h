@@ -83,6 +83,14 @@ static inline void *allocate(PyTypeObject *type)
     return ((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
 }
 
+/* Drops the exception of an attempt to record, unless a signal handler raised it. Returns whether it stays. */
+static inline int keep_interrupt(void)
+{
+    if (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_Exception)) return 1;
+    PyErr_Clear();
+    return 0;
+}
+
 /* ── requests ────────────────────────────────────────────────────────────────────────────────────────────────── */
 
 /* The fields of a request span (`tracing/request_state.py`). */

@@ -5,7 +5,8 @@
 #include "../../ringbuffer/_native.h"
 
 #define EACH_OF_HOOK(DO) DO(known) DO(original) DO(call_slowly) DO(hook) DO(bind) DO(details) DO(attributes)
-DEFINE_REFERENCES(CompiledHook, EACH_OF_HOOK)
+DEFINE_REFERENCES_AND(CompiledHook, EACH_OF_HOOK,
+                      if (self->references != NULL) PyObject_ClearWeakRefs((PyObject *)self))
 
 static PyObject *alive_name;
 
@@ -20,8 +21,7 @@ int is_alive(CompiledHook *self)
 int report_failure(CompiledHook *self)
 {
     PyObject *type, *exc, *traceback;
-    PyErr_Fetch(&type, &exc, &traceback);
-    PyErr_NormalizeException(&type, &exc, &traceback);
+    fetch_exception(&type, &exc, &traceback);
     PyObject *done = exc == NULL ? take(Py_None) : PyObject_CallMethod(self->hook, "mark_failed", "O", exc);
     Py_XDECREF(type);
     Py_XDECREF(exc);
@@ -94,12 +94,6 @@ static int clear_hook(CompiledHook *self)
     return clear_CompiledHook(self);
 }
 
-static void free_hook(CompiledHook *self)
-{
-    if (self->references != NULL) PyObject_ClearWeakRefs((PyObject *)self);
-    free_CompiledHook(self);
-}
-
 static PyMethodDef hook_methods[] = {{"__reduce__", reduce_hook, METH_NOARGS, "Pickles and copies as a function."},
                                      {NULL, NULL, 0, NULL}};
 static PyMemberDef hook_members[] = {
@@ -108,7 +102,7 @@ static PyMemberDef hook_members[] = {
 static PyGetSetDef hook_properties[] = {{"__dict__", PyObject_GenericGetDict, PyObject_GenericSetDict, NULL, NULL},
                                         {NULL, NULL, NULL, NULL, NULL}};
 static PyType_Slot hook_slots[] = {{Py_tp_init, init_hook},         {Py_tp_new, PyType_GenericNew},
-                                   {Py_tp_dealloc, free_hook},      {Py_tp_traverse, visit_CompiledHook},
+                                   {Py_tp_dealloc, free_CompiledHook}, {Py_tp_traverse, visit_CompiledHook},
                                    {Py_tp_clear, clear_hook},       {Py_tp_call, call_hook},
                                    {Py_tp_descr_get, bind_hook},    {Py_tp_members, hook_members},
                                    {Py_tp_methods, hook_methods},   {Py_tp_getset, hook_properties},

@@ -43,14 +43,6 @@ static int record_quickly(StepHook *self, PyObject *owner, PyObject *result)
     }
 }
 
-/* Drops the exception of an attempt to record, unless a signal handler raised it. Returns whether it stays. */
-static int is_interrupted(void)
-{
-    if (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_Exception)) return 1;
-    PyErr_Clear();
-    return 0;
-}
-
 /* owner, … : calls the original, then records the step with its result. */
 static PyObject *call_and_record(StepHook *self, PyObject *arguments, PyObject *named)
 {
@@ -58,7 +50,7 @@ static PyObject *call_and_record(StepHook *self, PyObject *arguments, PyObject *
     PyObject *owner = result != NULL && PyTuple_Size(arguments) > 0 ? PyTuple_GetItem(arguments, 0) : NULL;
     if (owner == NULL || (self->place == VLLM_EVICT && result != Py_True)) return result;
     int is_recorded = record_quickly(self, owner, result);
-    if (is_interrupted()) Py_CLEAR(result);
+    if (keep_interrupt()) Py_CLEAR(result);
     if (result == NULL || is_recorded || self->place == VLLM_EVICT) return result;
     done = PyObject_CallFunctionObjArgs(self->record, owner, result, self->hook, NULL);
     if (done == NULL) Py_CLEAR(result);  /* a signal handler raised */
@@ -78,7 +70,7 @@ static PyObject *call_update(StepHook *self, PyObject *arguments, PyObject *name
         output = PyTuple_GetItem(arguments, 1);
         sampled = PyTuple_GetItem(arguments, 2);
         steps = begin_vllm_update(scheduler, output, &step);
-        if (is_interrupted()) {
+        if (keep_interrupt()) {
             Py_XDECREF(steps);
             return NULL;
         }
@@ -88,7 +80,7 @@ static PyObject *call_update(StepHook *self, PyObject *arguments, PyObject *name
     int is_done = result == NULL || !is_step_hook_alive(self) ||
                   record_vllm_update(steps, scheduler, output, sampled, result, step, at);
     Py_DECREF(steps);
-    if (result != NULL && is_interrupted()) Py_CLEAR(result);
+    if (result != NULL && keep_interrupt()) Py_CLEAR(result);
     if (result == NULL || is_done) return result;
     PyObject *done = PyObject_CallFunction(self->finish, "OOOOLLO", scheduler, output, sampled, result, step,
                                            (long long)at, self->hook);

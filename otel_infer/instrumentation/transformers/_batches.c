@@ -138,7 +138,8 @@ static PyObject *use_pool(StepTracker *self, PyObject *arguments)
     Py_INCREF(pool);
     self->pool = pool;
     Py_XDECREF(old);
-    return PyLong_FromLongLong(count_free(self));
+    long long free = count_free(self);
+    return PyErr_Occurred() ? NULL : PyLong_FromLongLong(free);
 }
 
 /* Returns a flight that is not in use, as a new reference. */

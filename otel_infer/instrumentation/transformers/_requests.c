@@ -246,6 +246,7 @@ static void write_submission(Submission *made)
 {
     RequestRing *ring = get_ring(made->request);
     uint32_t handle = (uint32_t)made->request->handle, sequences = 1;
+    if (ring == NULL) return;  /* retired since: the garbage collector may have run Python code in `make_group` */
     int64_t at = read_clock();
     char body[40] = {0};
     memcpy(body, &at, 8);
@@ -312,7 +313,10 @@ static PyObject *add_request(CompiledHook *self, PyObject *arguments, PyObject *
     PyObject *limit = named == NULL ? NULL : PyDict_GetItemWithError(named, names[LIMIT]), *group = NULL;
     if (limit != NULL && PyTuple_Size(arguments) == 2 && is_alive(self))
         group = submit(known, PyTuple_GetItem(arguments, 0), PyTuple_GetItem(arguments, 1), limit);
-    PyErr_Clear();
+    if (keep_interrupt()) {
+        Py_XDECREF(group);
+        return NULL;
+    }
     if (group == NULL || set(known->adding, ADDING_GROUP, group)) {
         PyErr_Clear();
         Py_XDECREF(group);
@@ -442,7 +446,8 @@ static int write_end(RequestState *request, PyObject *reason, long long count)
     return !failed;
 }
 
-/* Records the end of a sequence of a server's request. Returns whether that is done. */
+/* Records the end of a sequence of a server's request. Returns whether that is done. An exception is set only if a signal
+ * handler raised it. */
 static int record_end(TransformersRequests *known, PyObject *state)
 {
     PyObject *reason;
@@ -459,7 +464,7 @@ static int record_end(TransformersRequests *known, PyObject *state)
     }
     Py_XDECREF((PyObject *)request);
     Py_XDECREF((PyObject *)group);
-    PyErr_Clear();
+    (void)keep_interrupt();
     return is_done;
 }
 
@@ -481,7 +486,7 @@ static PyObject *finish_request(CompiledHook *self, PyObject *arguments, PyObjec
         int failed = done == NULL;
         Py_XDECREF(done);
         if (!failed && !record_end(known, state)) {
-            done = PyObject_CallFunctionObjArgs(known->record_finish, state, NULL);
+            done = PyErr_Occurred() ? NULL : PyObject_CallFunctionObjArgs(known->record_finish, state, NULL);
             failed = done == NULL;
             Py_XDECREF(done);
         }

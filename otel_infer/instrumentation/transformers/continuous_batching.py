@@ -49,12 +49,12 @@ current_loop = _BatchingLoop()
 
 def _create_tracker(scheduler: Any) -> BatchTracker | None:
     writer = recorder.acquire_batch_writer(ENGINE)
+    for other in current_loop.trackers:
+        other.is_latest = False
     if writer is None:
         current_loop.latest = None
         return None
     tracker = scheduler._otel_infer_batches = BatchTracker(writer, scheduler, _announce_timed_step)
-    for other in current_loop.trackers:
-        other.is_latest = False
     current_loop.trackers = [*filter(_is_alive, current_loop.trackers), tracker]
     return tracker
 

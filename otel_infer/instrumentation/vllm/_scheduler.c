@@ -55,7 +55,8 @@ static int is_false(PyObject *owner, int name)
 /* Returns the steps of a scheduler as a new reference; NULL if there are none. */
 static SchedulerSteps *find_steps(PyObject *scheduler)
 {
-    if (latest != NULL && refers_to(latest->scheduler, scheduler)) {  /* without a look-up by name, with cold caches */
+    /* Without a look-up by name, with cold caches. */
+    if (latest != NULL && refers_to(latest->scheduler, scheduler) && get_step_ring(latest->ring) != NULL) {
         Py_INCREF((PyObject *)latest);
         return latest;
     }

@@ -397,6 +397,11 @@ def test_pool_with_other_counts_is_not_read() -> None:
     assert (right.pool, wrong.pool) == ("bound", None)
 
 
+def test_pool_without_counts_is_refused() -> None:
+    with pytest.raises(AttributeError, match="free_sectors"):
+        native.StepTracker().use_pool(object(), 1, 1, [])
+
+
 def test_pickled_hook_is_named_like_its_function(monkeypatch: pytest.MonkeyPatch) -> None:
     hook = make_hook(step_hook.CB_SCHEDULE, lambda self: 7, [])
     hook.__qualname__, hook.__module__ = "a_hook", __name__

@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import gc
 import inspect
 import pickle
+import weakref
 from collections.abc import Iterator
 from enum import IntEnum
+from types import MethodType
 from typing import Any, NamedTuple
 
 import pytest
@@ -29,6 +32,7 @@ from otel_infer.ringbuffer import events
 from otel_infer.ringbuffer.native import native
 from otel_infer.ringbuffer.reader import RequestReader
 from otel_infer.ringbuffer.recorder import recorder
+from otel_infer.ringbuffer.string_table import StringTable
 from otel_infer.tracing import request_span, start
 from otel_infer.tracing.context import detach
 from tests.support.rings import Recording
@@ -358,6 +362,38 @@ def test_hook_behaves_as_a_function() -> None:
         native.CompiledHook("nowhere", None, print, print, Hook("h"), type, None)
     with pytest.raises(AttributeError):
         pickle.dumps(native.CompiledHook.__new__(native.CompiledHook))
+
+
+def test_hook_may_die_while_a_callback_collects_garbage() -> None:
+    for _ in range(100):
+        hook = native.CompiledHook("end", (1, 2, 3), print, print, Hook("h"), MethodType, None)
+        reference = weakref.ref(hook, lambda _: gc.collect())
+        del hook
+        assert reference() is None
+
+
+def test_what_a_signal_handler_raises_while_a_name_is_stored_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    interrupts: list[BaseException] = []
+    store_text = StringTable.intern
+
+    def intern(self: StringTable, text: str) -> int:
+        if interrupts:
+            raise interrupts.pop()
+        return store_text(self, text)
+
+    monkeypatch.setattr(StringTable, "intern", intern)
+    recording = Recording()
+    try:
+        request = start.open_request("POST /", owner="asgi")
+        assert request is not None
+        token, library = request.attach(), Library(Served())
+        interrupts.append(KeyboardInterrupt())
+        with pytest.raises(KeyboardInterrupt):
+            library.manager.add_request([1, 2, 3], max_new_tokens=9)
+        detach(token)
+        assert library.hooks["add"].alive
+    finally:
+        recording.stop()
 
 
 # ── generate ─────────────────────────────────────────────────────────────────────────────────────────────────────
