@@ -911,6 +911,13 @@ int add_type(PyObject *module, const char *name, PyType_Spec *spec)
 static int fill_module(PyObject *module)
 {
     const uint16_t one = 1;
+    static int64_t home = -1;  /* the interpreter that has imported it: types and names are static */
+    int64_t here = PyInterpreterState_GetID(PyInterpreterState_Get());
+    if (home >= 0 && here != home) {
+        PyErr_SetString(PyExc_ImportError, "the compiled module serves one interpreter");
+        return -1;
+    }
+    home = here;
     if (*(const char *)&one != 1) {
         PyErr_SetString(PyExc_ImportError, "rings are little-endian");
         return -1;

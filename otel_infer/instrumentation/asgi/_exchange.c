@@ -409,9 +409,13 @@ static RequestState *open_plain(PlainRequests *plain, PyObject *scope, int64_t a
     RequestRing *ring = plain->ring;
     PyObject *headers = PyDict_GetItemWithError(scope, names[HEADERS]);
     PyObject *method = PyDict_GetItemWithError(scope, names[METHOD]);
-    RequestState *request = headers == NULL ? NULL : allocate(plain->request_type);
-    if (request == NULL) return NULL;
-    Py_INCREF((PyObject *)ring);  /* interning may run Python code, and another thread may renew */
+    if (headers == NULL) return NULL;
+    Py_INCREF((PyObject *)ring);  /* an allocation and interning may run Python code, and another thread may renew */
+    RequestState *request = allocate(plain->request_type);
+    if (request == NULL) {
+        Py_DECREF((PyObject *)ring);
+        return NULL;
+    }
     int failed = open_by_headers(ring, headers, method, at, (uint16_t)plain->flags, plain->root_sampled,
                                  plain->follows_parent, &request->opened);
     if (failed) {
@@ -446,6 +450,7 @@ static int is_valid(PlainRequests *plain, PyObject *connection, int64_t at)
 {
     if (at <= plain->valid_until) return 1;
     if (!plain->valid_until) return 0;
+    plain->valid_until = 0;  /* if it is not renewed, Python code decides from now on */
     PyObject *done = PyObject_CallFunction(plain->renew_again, "OL", connection, (long long)at);
     Py_XDECREF(done);
     return done != NULL && at <= plain->valid_until && !plain->ring->retired;
@@ -943,7 +948,7 @@ static void finalize_run(ExchangeRun *self)
     if (self->exchange == NULL && (self->entry_point == NULL || self->started)) return;
     PyErr_Fetch(&kind, &exc, &traceback);
     if (self->entry_point != NULL && PyErr_WarnEx(PyExc_RuntimeWarning, "an application was called, but never awaited", 1))
-        PyErr_WriteUnraisable((PyObject *)self);
+        PyErr_WriteUnraisable(NULL);  /* not `self`, which may have no references any more */
     Py_CLEAR(self->entry_point);
     if (self->started && !self->is_route) {  /* its `finally` blocks run first */
         PyObject *closed = close_run(self, NULL);

@@ -119,7 +119,7 @@ static int64_t count_tokens(CompiledHook *self, PyObject *result)
 {
     int64_t count = count_usual(result);
     if (count >= 0) return count;
-    PyErr_Clear();
+    if (keep_interrupt()) return -1;
     PyObject *number = PyObject_CallFunctionObjArgs(PyTuple_GetItem(self->details, COUNT_TOKENS), result, NULL);
     count = number == NULL ? -1 : PyLong_AsLongLong(number);
     Py_XDECREF(number);
@@ -142,7 +142,7 @@ static PyObject *tokenize(CompiledHook *self, RequestState *request, PyObject *a
         done = PyObject_CallMethod((PyObject *)request, "_write_stage", "LOLL", (long long)at, stage,
                                    (long long)started_at, (long long)items);
     Py_XDECREF(done);
-    if (PyErr_Occurred()) mark_hook_failed(self->hook);
+    if (PyErr_Occurred() && PyErr_ExceptionMatches(PyExc_Exception)) mark_hook_failed(self->hook);
     if (PyErr_Occurred()) {  /* of a signal handler */
         Py_CLEAR(result);
         drop_exception(type, exc, traceback);

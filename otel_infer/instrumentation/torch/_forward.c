@@ -106,10 +106,15 @@ static RequestState *open_separate(CallDescriptor *self, PyObject *module, int64
     PyObject *operation = known == NULL ? NULL : PyTuple_GetItem(known, 0);
     for (int i = 0; operation != NULL && i < 3; i++) texts_of_request[i] = PyTuple_GetItem(operation, i);
     if (operation != NULL) texts_of_request[3] = PyTuple_GetItem(known, 1);
-    RequestState *request = operation == NULL || PyErr_Occurred() ? NULL : allocate((PyTypeObject *)self->request_type);
-    if (request == NULL) return NULL;
+    if (operation == NULL || PyErr_Occurred()) return NULL;
     Py_INCREF(known);
-    Py_INCREF((PyObject *)ring);  /* interning may run Python code, and another thread may renew */
+    Py_INCREF((PyObject *)ring);  /* an allocation and interning may run Python code, and another thread may renew */
+    RequestState *request = allocate((PyTypeObject *)self->request_type);
+    if (request == NULL) {
+        Py_DECREF(known);
+        Py_DECREF((PyObject *)ring);
+        return NULL;
+    }
     request->ended = (char)open_root(ring, texts_of_request, at, (uint16_t)self->flags, self->root_sampled,
                                      &request->opened);
     Py_DECREF(known);
@@ -164,7 +169,8 @@ static void read_device_due(CallDescriptor *self)
     PyErr_Restore(type, exc, traceback);
 }
 
-/* Begins the usual case. Returns whether it is one; if not, nothing is recorded, and no exception is set. */
+/* Begins the usual case. Returns whether it is one; if not, nothing is recorded. An exception is then set only if a signal
+ * handler raised it. */
 static int begin_forward(CallDescriptor *self, PyObject *module, Forward *forward)
 {
     int64_t at = forward->started_at = read_clock();
@@ -181,7 +187,7 @@ static int begin_forward(CallDescriptor *self, PyObject *module, Forward *forwar
         forward->is_separate = forward->request != NULL;
     }
     Py_XDECREF(context);
-    PyErr_Clear();
+    if (keep_interrupt()) Py_CLEAR(forward->request);
     if (forward->request == NULL) return 0;
     if (forward->is_separate) forward->token = attach_request(self, (PyObject *)forward->request);
     forward->flag = PyObject_CallFunctionObjArgs(self->set_suppressed, Py_True, NULL);
@@ -287,11 +293,13 @@ static PyObject *get_inner(PyObject *module)
 static PyObject *call_forward(ForwardCall *call, PyObject *arguments, PyObject *named)
 {
     CallDescriptor *self = call->descriptor;
+    if (self == NULL || call->module == NULL) return PyErr_Format(PyExc_RuntimeError, "the call was cleared");
     Forward forward = {0};
     PyObject *inner = get_inner(call->module), *result;
     if (inner == NULL) return NULL;
     if (!begin_forward(self, call->module, &forward)) {
         Py_DECREF(inner);
+        if (PyErr_Occurred()) return NULL;
         PyObject *slow = PyObject_CallFunctionObjArgs(self->bind, self->call_slowly, call->module, NULL);
         result = slow == NULL ? NULL : PyObject_Call(slow, arguments, named);
         Py_XDECREF(slow);

@@ -240,7 +240,7 @@ def patch_optimized_module(original: Callable[..., Any], hook: Hook) -> Callable
     dynamo = sys.modules["torch._dynamo.eval_frame"]
     # Before torch 2.7 `skip_code` exists only in the C extension.
     skip_code = getattr(dynamo, "skip_code", None) or sys.modules["torch"]._C._dynamo.eval_frame.skip_code
-    for function in (get_call, _call_traced, _open_request, _end_forward, _read_batch_size):
+    for function in (get_call, _call_traced, _open_request, _end_failed, _end_forward, _read_batch_size):
         skip_code(function.__code__)
 
     def init_optimized(self: Any, mod: Any, *args: Any, **kwargs: Any) -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import mmap
+import sys
+import tempfile
 from typing import Any
 
 import pytest
@@ -163,3 +167,27 @@ def test_text_is_named_again_after_its_table_was_swept(monkeypatch: pytest.Monke
     table.on_cleared()
     made.write_event(1, stage)
     assert table.ids["forward"]
+
+
+def test_another_interpreter_gets_no_compiled_module() -> None:
+    """Its types are static. The Python code runs there instead."""
+    name = next(
+        name for name in ("_interpreters", "_xxsubinterpreters") if importlib.util.find_spec(name) is not None
+    )
+    interpreters: Any = importlib.import_module(name)
+    other = interpreters.create()
+    seen = tempfile.TemporaryFile()
+    code = f"""
+import os, sys
+sys.path[:] = {sys.path!r}
+try:
+    import otel_infer.ringbuffer._native
+except ImportError as exc:
+    os.write({seen.fileno()}, str(exc).encode())
+"""
+    try:
+        interpreters.run_string(other, code)
+    finally:
+        interpreters.destroy(other)
+    seen.seek(0)
+    assert seen.read() == b"the compiled module serves one interpreter"

@@ -8,6 +8,8 @@ import copy
 import functools
 import gc
 import inspect
+import sys
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -607,3 +609,14 @@ class SimpleAwaitable(SimpleNamespace):
 
     def __await__(self) -> Any:
         return self.coroutine.__await__()
+
+
+def test_a_dropped_call_is_reported_once_where_warnings_are_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    reported: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda info: reported.append(info.exc_type))
+    compiled = native.EntryPoint()
+    compiled.app = compiled.call_slowly = compiled.hook = print
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        compiled({}, None, None)
+    assert reported == [RuntimeWarning]
