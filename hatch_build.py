@@ -24,7 +24,6 @@ SOURCES = (
     "otel_infer/instrumentation/hooks/_compiled_hook.c",
     "otel_infer/instrumentation/transformers/_requests.c",
     "otel_infer/instrumentation/transformers/_generation.c",
-    "otel_infer/instrumentation/hooks/_step_hook.c",
     "otel_infer/instrumentation/transformers/_batches.c",
     "otel_infer/instrumentation/vllm/_scheduler.c",
 )

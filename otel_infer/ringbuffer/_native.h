@@ -83,6 +83,54 @@ static inline void *allocate(PyTypeObject *type)
     return ((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
 }
 
+/* For objects without references to others. */
+static inline void free_plain(PyObject *self)
+{
+    PyTypeObject *type = Py_TYPE(self);
+    ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
+    Py_DECREF(type);
+}
+
+/* ── names, attributes, exceptions ───────────────────────────────────────────────────────────────────────────── */
+
+/* Makes the names of attributes and keys that a source uses. Returns -1 after an exception. */
+static inline int make_names(PyObject **names, const char *const *texts, int count)
+{
+    for (int i = 0; i < count; i++)
+        if ((names[i] = PyUnicode_InternFromString(texts[i])) == NULL) return -1;
+    return 0;
+}
+
+/* Returns the length of an attribute; -1 with an exception. */
+static inline Py_ssize_t count_attribute(PyObject *owner, PyObject *name)
+{
+    PyObject *value = PyObject_GetAttr(owner, name);
+    Py_ssize_t count = value == NULL ? -1 : PyObject_Size(value);
+    Py_XDECREF(value);
+    return count;
+}
+
+/* Rounds a positive number half to even, as Python does. */
+static inline long long round_half_even(double number)
+{
+    long long whole = (long long)number;
+    double rest = number - (double)whole;
+    return whole + (rest > 0.5 || (rest == 0.5 && whole % 2));
+}
+
+/* Returns whether the weak reference is to this object. */
+static inline int refers_to(PyObject *reference, PyObject *object)
+{
+    return reference != NULL && PyWeakref_Check(reference) && PyWeakref_GetObject(reference) == object;
+}
+
+/* Whether a call or a look-up gave exactly this value. Takes the reference to `value`, which may be NULL. */
+static inline int is_exactly(PyObject *value, PyObject *wanted)
+{
+    Py_XDECREF(value);
+    return value == wanted;
+}
+
 /* Drops the exception of an attempt to record, unless a signal handler raised it. Returns whether it stays. */
 static inline int keep_interrupt(void)
 {
@@ -90,6 +138,10 @@ static inline int keep_interrupt(void)
     PyErr_Clear();
     return 0;
 }
+
+/* Takes the exception that is being raised, with its traceback; `drop_exception` or `PyErr_Restore` ends that. */
+void fetch_exception(PyObject **type, PyObject **exc, PyObject **traceback);
+void drop_exception(PyObject *type, PyObject *exc, PyObject *traceback);
 
 /* ── requests ────────────────────────────────────────────────────────────────────────────────────────────────── */
 
@@ -203,26 +255,34 @@ typedef struct {
     HookCall call;
 } HookPlace;
 
-/* Returns whether the hook was neither removed nor disabled; never with an exception. */
-int is_alive(CompiledHook *self);
-/* Passes the exception of our own code to the hook, which disables it. Returns -1 if that raised one. */
-int report_failure(CompiledHook *self);
+/* Returns whether a `probe.Hook` was neither removed nor disabled. */
+int is_hook_alive(PyObject *hook);
+static inline int is_alive(CompiledHook *self)
+{
+    return is_hook_alive(self->hook);
+}
+
+/* Passes the exception of our own code to a `probe.Hook`, which disables itself. Returns -1 if that raised one: a signal
+ * handler's. */
+int mark_hook_failed(PyObject *hook);
 /* Returns the result of the library's function, after our own code; `failed`: that code has set an exception. */
 PyObject *return_after(CompiledHook *self, PyObject *result, int failed);
 
-/* Takes the exception that is being raised, with its traceback; `drop_exception` or `PyErr_Restore` ends that. */
-void fetch_exception(PyObject **type, PyObject **exc, PyObject **traceback);
-void drop_exception(PyObject *type, PyObject *exc, PyObject *traceback);
+/* Records what a method of `owner` returned. Returns whether that is done; if not, nothing was changed. */
+typedef int (*Recording)(CompiledHook *self, PyObject *owner, PyObject *result);
+/* Calls the original, then `record`, or the Python function `details(owner, result, hook)` where that does not suffice. */
+PyObject *call_and_record(CompiledHook *self, PyObject *arguments, PyObject *named, Recording record);
+PyObject *return_recorded(PyObject *result, PyObject *recorded);
 
-/* Disables a hook for the exception that is being raised. Afterwards one is set only if it is a signal handler's. */
-void mark_hook_failed(PyObject *hook);
-
-/* Returns whether a call or a look-up gave exactly this value. Takes the reference to `value`, which may be NULL. */
-int is_exactly(PyObject *value, PyObject *wanted);
+/* Returns the current request as a new reference, None if there is none, NULL without an exception if Python code must
+ * find out. */
+PyObject *find_current_request(PyObject *get_context, PyObject *request_key);
 
 /* The places of the hooks, ended by one without a name, and the types of each source. */
-extern const HookPlace asgi_places[], transformers_places[], generation_places[], context_places[];
-int add_step_types(PyObject *module);
+extern const HookPlace asgi_places[], transformers_places[], generation_places[], batch_places[], scheduler_places[],
+    context_places[];
+int add_batch_types(PyObject *module);
+int add_scheduler_types(PyObject *module);
 int add_exchange_types(PyObject *module);
 int add_hook_type(PyObject *module);
 int add_transformers_types(PyObject *module);

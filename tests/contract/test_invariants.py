@@ -479,7 +479,7 @@ assert Engine.__dict__["step"].__wrapped__.__code__.co_filename.endswith("stubli
 assert type(Engine.__dict__["generate"]) is not types.FunctionType  # a probe, which takes all call shapes
 """
     run(script, stub, **receiver.environ)
-    compiled = FunctionType if native is None else native.StepHook
+    compiled = FunctionType if native is None else native.CompiledHook
     assert type(continuous_batching._wrap_schedule_batch(lambda self: None, Hook("a test"))) is compiled
 
 

@@ -12,20 +12,20 @@
 #include "../../ringbuffer/_native.h"
 
 enum {
-    ALIVE, BODY, BODY_KIND, CLOSE, COMPLETE, CYCLE, DISCONNECTED, EFFECTIVE, END, END_RESPONSE, FASTAPI, HEADERS, HTTP, INSPECT, LAST_BYTE,
-    METHOD, MORE_BODY, ON_RESPONSE, ORIGINAL, PATH_FORMAT, RESPONSE, ROOT_PATH, ROUTE_ERROR, SCHEME, SELF,
+    BODY, BODY_KIND, CLOSE, COMPLETE, CYCLE, DISCONNECTED, EFFECTIVE, END, END_RESPONSE, FASTAPI, HEADERS, HTTP, INSPECT,
+    LAST_BYTE,    METHOD, MORE_BODY, ON_RESPONSE, ORIGINAL, PATH_FORMAT, RESPONSE, ROOT_PATH, ROUTE_ERROR, SCHEME, SELF,
     SEND_AND_FOLLOW, SEND_AND_RECORD, START_KIND, STATUS, THROW, TYPE, NAMES
 };
 static const char *const texts[NAMES] = {
-    "alive", "body", "http.response.body", "close", "response_complete", "cycle", "disconnected", "effective_route_context", "end", "end_response",
-    "fastapi", "headers", "http", "inspect_next_chunk", "record_last_byte", "method", "more_body", "on_response",
+    "body", "http.response.body", "close", "response_complete", "cycle", "disconnected", "effective_route_context", "end",
+    "end_response", "fastapi", "headers", "http", "inspect_next_chunk", "record_last_byte", "method", "more_body", "on_response",
     "original_route", "path_format", "otel_infer_response", "root_path", "record_route_error", "scheme", "__self__",
     "send_and_follow", "send_and_record", "http.response.start", "status", "throw", "type"};
 static PyObject *names[NAMES];
 
 /* ── what plain requests depend on ─────────────────────────────────────────────────────────────────────────── */
 
-typedef struct PlainRequests {
+typedef struct {
     PyObject_HEAD
     RequestRing *ring;
     long long valid_until;
@@ -456,11 +456,6 @@ static int is_valid(PlainRequests *plain, PyObject *connection, int64_t at)
     return done != NULL && at <= plain->valid_until && !plain->ring->retired;
 }
 
-static int is_interrupted(void)
-{
-    return PyErr_ExceptionMatches(PyExc_KeyboardInterrupt) || PyErr_ExceptionMatches(PyExc_SystemExit);
-}
-
 /* Returns the exchange of a plain request that begins here; NULL if it is not plain. An exception is set only if a
  * signal handler raised it. */
 static Exchange *begin_plain(EntryPoint *self, PyObject *scope, PyObject *receive, PyObject *send)
@@ -474,9 +469,7 @@ static Exchange *begin_plain(EntryPoint *self, PyObject *scope, PyObject *receiv
     if (connection != NULL && (PyObject *)Py_TYPE(connection) == plain->cycle_type &&
         is_false(connection, DISCONNECTED) && has_empty_context(plain) && is_valid(plain, connection, at))
         on_response = PyObject_GetAttr(connection, names[ON_RESPONSE]);
-    PyObject *alive = on_response == NULL ? NULL : PyObject_GetAttr(self->hook, names[ALIVE]);
-    if (alive == Py_True) exchange = allocate(plain->exchange_type);
-    Py_XDECREF(alive);
+    if (on_response != NULL && is_hook_alive(self->hook)) exchange = allocate(plain->exchange_type);
     if (exchange != NULL) {
         exchange->request = (PyObject *)open_plain(plain, scope, at);
         if (exchange->request == NULL) Py_CLEAR(exchange);
@@ -502,7 +495,8 @@ static Exchange *begin_plain(EntryPoint *self, PyObject *scope, PyObject *receiv
     }
     Py_XDECREF(connection);
     Py_XDECREF(on_response);
-    if (exchange != NULL || !is_interrupted()) PyErr_Clear();
+    if (exchange != NULL) PyErr_Clear();
+    else keep_interrupt();
     return exchange;
 }
 
@@ -682,8 +676,7 @@ static PyObject *end_response(Exchange *self, PyObject *unused)
     (void)unused;
     int64_t at = read_clock();
     int is_done = close_plain(self, at);
-    if (is_interrupted()) return NULL;
-    PyErr_Clear();
+    if (keep_interrupt()) return NULL;
     if (!is_done) {
         PyObject *slow = PyObject_GetAttr((PyObject *)self, names[LAST_BYTE]);
         PyObject *result = slow == NULL ? NULL : PyObject_CallFunction(slow, "L", (long long)at);
@@ -715,8 +708,7 @@ static void end_exchange(Exchange *self, PyObject *exc)
     PyObject *done = end == NULL ? NULL : PyObject_CallFunctionObjArgs(end, exc == NULL ? Py_None : exc, NULL);
     Py_XDECREF(end);
     Py_XDECREF(done);
-    if (done == NULL && !is_interrupted())
-        PyErr_WriteUnraisable((PyObject *)self);
+    if (done == NULL && PyErr_ExceptionMatches(PyExc_Exception)) PyErr_WriteUnraisable((PyObject *)self);
 }
 
 static PyObject *get_send(Exchange *self, void *unused)
@@ -1167,10 +1159,7 @@ const HookPlace asgi_places[] = {{"application", call_application},
 
 int add_exchange_types(PyObject *module)
 {
-    for (int i = 0; i < NAMES; i++) {
-        names[i] = PyUnicode_InternFromString(texts[i]);
-        if (names[i] == NULL) return -1;
-    }
+    if (make_names(names, texts, NAMES)) return -1;
     PyObject *types = PyImport_ImportModule("types");
     coroutine_type = types == NULL ? NULL : PyObject_GetAttrString(types, "CoroutineType");
     Py_XDECREF(types);

@@ -4,9 +4,9 @@
 
 A timer is used because every loop has one. Timing asyncio's callbacks one by one would cost time for each
 chunk of each stream, and uvloop's callbacks cannot be timed. The timer costs one wake-up per 50 ms, none
-while no request arrives and none is in flight. The block may have begun up to 50 ms before the timer was due, so a pause may
-be that much longer than recorded. The cause is unknown: a loop that waited for a core or for the GIL is as
-late as a blocked one.
+while no request arrives and none is in flight. The block may have begun up to 50 ms before the timer was due.
+So a pause may be that much longer than recorded. The cause is unknown: a loop that waited for a core or for
+the GIL is as late as a blocked loop.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class _LagTimer(TimerState):
     """A repeating timer on one loop. It stops when no request of this process arrived, and none is in flight.
 
     Where it is compiled, only a check that records something or stops the timer calls `check_lag`.
-    `entry_points`: those that it is the timer of.
+    `entry_points`: where the requests of this loop arrive.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:

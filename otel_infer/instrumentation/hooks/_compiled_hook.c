@@ -8,33 +8,102 @@
 DEFINE_REFERENCES_AND(CompiledHook, EACH_OF_HOOK,
                       if (self->references != NULL) PyObject_ClearWeakRefs((PyObject *)self))
 
-static PyObject *alive_name;
+/* ── the state of a hook ───────────────────────────────────────────────────────────────────────────────────── */
 
-int is_alive(CompiledHook *self)
+/* What `probe.Hook` shares with C code. */
+typedef struct {
+    PyObject_HEAD
+    char alive;
+} HookState;
+
+static PyTypeObject *state_base;
+static PyObject *mark_failed;
+
+static PyObject *new_state(PyTypeObject *type, PyObject *arguments, PyObject *named)
 {
-    PyObject *alive = PyObject_GetAttr(self->hook, alive_name);
-    if (alive == NULL) PyErr_Clear();
-    Py_XDECREF(alive);
-    return alive == Py_True;
+    (void)arguments, (void)named;
+    HookState *self = allocate(type);
+    if (self != NULL) self->alive = 1;
+    return (PyObject *)self;
 }
 
-int report_failure(CompiledHook *self)
+static PyMemberDef state_members[] = {FIELD(HookState, T_BOOL, alive), {NULL, 0, 0, 0, NULL}};
+static PyType_Slot state_slots[] = {
+    {Py_tp_new, new_state}, {Py_tp_dealloc, free_plain}, {Py_tp_members, state_members}, {0, NULL}};
+static PyType_Spec state_spec = {"otel_infer.ringbuffer._native.HookState", sizeof(HookState), 0,
+                                 Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE, state_slots};
+
+int is_hook_alive(PyObject *hook)
+{
+    return hook != NULL && PyObject_TypeCheck(hook, state_base) && ((HookState *)hook)->alive;
+}
+
+int mark_hook_failed(PyObject *hook)
 {
     PyObject *type, *exc, *traceback;
     fetch_exception(&type, &exc, &traceback);
-    PyObject *done = exc == NULL ? take(Py_None) : PyObject_CallMethod(self->hook, "mark_failed", "O", exc);
+    PyObject *mark = exc == NULL ? NULL : PyObject_GetAttr(hook, mark_failed);
+    PyObject *done = mark == NULL ? NULL : PyObject_CallFunctionObjArgs(mark, exc, NULL);
+    Py_XDECREF(mark);
+    Py_XDECREF(done);
+    drop_exception(type, exc, traceback);
+    return PyErr_Occurred() ? -1 : 0;
+}
+
+void fetch_exception(PyObject **type, PyObject **exc, PyObject **traceback)
+{
+    PyErr_Fetch(type, exc, traceback);
+    PyErr_NormalizeException(type, exc, traceback);
+    if (*traceback != NULL && *exc != NULL) PyException_SetTraceback(*exc, *traceback);
+}
+
+void drop_exception(PyObject *type, PyObject *exc, PyObject *traceback)
+{
     Py_XDECREF(type);
     Py_XDECREF(exc);
     Py_XDECREF(traceback);
-    Py_XDECREF(done);
-    return done == NULL ? -1 : 0;
 }
+
+/* ── what the places share ─────────────────────────────────────────────────────────────────────────────────── */
 
 PyObject *return_after(CompiledHook *self, PyObject *result, int failed)
 {
-    if (failed && report_failure(self)) Py_CLEAR(result);
+    if (failed && mark_hook_failed(self->hook)) Py_CLEAR(result);
     return result;
 }
+
+PyObject *return_recorded(PyObject *result, PyObject *recorded)
+{
+    if (recorded == NULL) Py_CLEAR(result);  /* a signal handler raised */
+    Py_XDECREF(recorded);
+    return result;
+}
+
+PyObject *call_and_record(CompiledHook *self, PyObject *arguments, PyObject *named, Recording record)
+{
+    PyObject *result = PyObject_Call(self->original, arguments, named);
+    if (result == NULL || PyTuple_Size(arguments) == 0) return result;
+    PyObject *owner = PyTuple_GetItem(arguments, 0);
+    int is_recorded = is_alive(self) && record(self, owner, result);
+    if (keep_interrupt()) Py_CLEAR(result);
+    if (result == NULL || is_recorded) return result;
+    return return_recorded(result, PyObject_CallFunctionObjArgs(self->details, owner, result, self->hook, NULL));
+}
+
+PyObject *find_current_request(PyObject *get_context, PyObject *request_key)
+{
+    PyObject *context = PyObject_CallNoArgs(get_context), *found = NULL;
+    if (context != NULL && PyDict_Check(context)) {
+        found = PyDict_GetItemWithError(context, request_key);
+        if (found == NULL && !PyErr_Occurred()) found = Py_None;
+        Py_XINCREF(found);
+    }
+    Py_XDECREF(context);
+    PyErr_Clear();
+    return found;
+}
+
+/* ── the hook ──────────────────────────────────────────────────────────────────────────────────────────────── */
 
 static PyObject *call_hook(CompiledHook *self, PyObject *arguments, PyObject *named)
 {
@@ -57,7 +126,8 @@ static PyObject *bind_hook(CompiledHook *self, PyObject *instance, PyObject *own
 
 static HookCall find_call(const char *place)
 {
-    const HookPlace *const tables[] = {asgi_places, transformers_places, generation_places, context_places};
+    const HookPlace *const tables[] = {asgi_places,  transformers_places, generation_places,
+                                       batch_places, scheduler_places,    context_places};
     for (size_t i = 0; i < sizeof tables / sizeof *tables; i++)
         for (const HookPlace *entry = tables[i]; entry->place != NULL; entry++)
             if (!strcmp(entry->place, place)) return entry->call;
@@ -76,6 +146,10 @@ static int init_hook(CompiledHook *self, PyObject *arguments, PyObject *named)
         return -1;
     }
     if (!PyArg_ParseTuple(arguments, "sOOOOOO", &place, &known, &original, &call_slowly, &hook, &bind, &details)) return -1;
+    if (!PyObject_TypeCheck(hook, state_base)) {
+        PyErr_SetString(PyExc_TypeError, "the hook has no compiled state");
+        return -1;
+    }
     HookCall call = find_call(place);
     if (call == NULL) return -1;
     self->known = take(known);
@@ -112,6 +186,11 @@ static PyType_Spec hook_spec = {"otel_infer.ringbuffer._native.CompiledHook", si
 
 int add_hook_type(PyObject *module)
 {
-    alive_name = PyUnicode_InternFromString("alive");
-    return alive_name == NULL || add_type(module, "CompiledHook", &hook_spec) ? -1 : 0;
+    mark_failed = PyUnicode_InternFromString("mark_failed");
+    state_base = (PyTypeObject *)PyType_FromModuleAndSpec(module, &state_spec, NULL);
+    return mark_failed == NULL || state_base == NULL ||
+                   PyModule_AddObjectRef(module, "HookState", (PyObject *)state_base) ||
+                   add_type(module, "CompiledHook", &hook_spec)
+               ? -1
+               : 0;
 }

@@ -7,54 +7,17 @@
  */
 #include "../../ringbuffer/_native.h"
 
-enum { ALIVE, DATA, INPUT_IDS, MARK_FAILED, NUMEL, NAMES };
-static const char *const texts[NAMES] = {"alive", "data", "input_ids", "mark_failed", "numel"};
+enum { DATA, INPUT_IDS, NUMEL, NAMES };
+static const char *const texts[NAMES] = {"data", "input_ids", "numel"};
 static PyObject *names[NAMES];
 enum { RAISED = -1 };  /* `events.RAISED` */
 
 enum { REQUEST_TYPE, REQUEST_KEY, GET_CONTEXT, GET_SUPPRESSED };  /* items of `known` (`context_hooks.py`) */
 enum { COUNT_TOKENS, STAGE };  /* items of `details` of a tokenizer */
 
-void fetch_exception(PyObject **type, PyObject **exc, PyObject **traceback)
-{
-    PyErr_Fetch(type, exc, traceback);
-    PyErr_NormalizeException(type, exc, traceback);
-    if (*traceback != NULL && *exc != NULL) PyException_SetTraceback(*exc, *traceback);
-}
-
-void drop_exception(PyObject *type, PyObject *exc, PyObject *traceback)
-{
-    Py_XDECREF(type);
-    Py_XDECREF(exc);
-    Py_XDECREF(traceback);
-}
-
-void mark_hook_failed(PyObject *hook)
-{
-    PyObject *type, *exc, *traceback;
-    fetch_exception(&type, &exc, &traceback);
-    PyObject *mark = PyObject_GetAttr(hook, names[MARK_FAILED]);
-    PyObject *done = mark == NULL || exc == NULL ? NULL : PyObject_CallFunctionObjArgs(mark, exc, NULL);
-    Py_XDECREF(mark);
-    Py_XDECREF(done);
-    drop_exception(type, exc, traceback);
-}
-
-int is_exactly(PyObject *value, PyObject *wanted)
-{
-    Py_XDECREF(value);
-    return value == wanted;
-}
-
-/* Returns the request of the current context, as a new reference; NULL without an exception if there is none. */
 static PyObject *find_request(CompiledHook *self)
 {
-    PyObject *context = PyObject_CallNoArgs(PyTuple_GetItem(self->known, GET_CONTEXT));
-    PyObject *found = context != NULL && PyDict_Check(context)
-                          ? take(PyDict_GetItemWithError(context, PyTuple_GetItem(self->known, REQUEST_KEY)))
-                          : context != NULL ? take(Py_None) : NULL;
-    Py_XDECREF(context);
-    return found;
+    return find_current_request(PyTuple_GetItem(self->known, GET_CONTEXT), PyTuple_GetItem(self->known, REQUEST_KEY));
 }
 
 /* ── the tokenizer call of a thread ────────────────────────────────────────────────────────────────────────── */
@@ -155,15 +118,14 @@ static PyObject *tokenize(CompiledHook *self, RequestState *request, PyObject *a
 static PyObject *call_tokenizer(CompiledHook *self, PyObject *arguments, PyObject *named)
 {
     PyObject *found = find_request(self), *result;
-    if (found == NULL && PyErr_Occurred()) return NULL;
     RequestState *request = (RequestState *)found;
-    if (found == NULL) return PyObject_Call(self->original, arguments, named);
-    if (Py_TYPE(found) != (PyTypeObject *)PyTuple_GetItem(self->known, REQUEST_TYPE))
+    if (found == Py_None) result = PyObject_Call(self->original, arguments, named);
+    else if (found == NULL || Py_TYPE(found) != (PyTypeObject *)PyTuple_GetItem(self->known, REQUEST_TYPE))
         result = PyObject_Call(self->call_slowly, arguments, named);
     else if (!request->ended && !request->tokenizing && !busy && is_alive(self))
         result = tokenize(self, request, arguments, named);
     else result = PyObject_Call(self->original, arguments, named);
-    Py_DECREF(found);
+    Py_XDECREF(found);
     return result;
 }
 
@@ -171,8 +133,7 @@ static PyObject *call_tokenizer(CompiledHook *self, PyObject *arguments, PyObjec
 static PyObject *give_work(CompiledHook *self, PyObject *arguments, PyObject *named)
 {
     PyObject *found = find_request(self);
-    int passes = found == NULL && !PyErr_Occurred() &&
-                 is_exactly(PyObject_CallNoArgs(PyTuple_GetItem(self->known, GET_SUPPRESSED)), Py_False);
+    int passes = found == Py_None && is_exactly(PyObject_CallNoArgs(PyTuple_GetItem(self->known, GET_SUPPRESSED)), Py_False);
     Py_XDECREF(found);
     PyErr_Clear();
     return PyObject_Call(passes ? self->original : self->call_slowly, arguments, named);
@@ -182,9 +143,6 @@ const HookPlace context_places[] = {{"tokenizer", call_tokenizer}, {"work for a 
 
 int add_context_types(PyObject *module)
 {
-    for (int i = 0; i < NAMES; i++) {
-        names[i] = PyUnicode_InternFromString(texts[i]);
-        if (names[i] == NULL) return -1;
-    }
+    if (make_names(names, texts, NAMES)) return -1;
     return add_type(module, "TokenizerCall", &call_spec);
 }

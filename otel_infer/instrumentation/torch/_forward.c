@@ -8,9 +8,9 @@
 #include "../../ringbuffer/_native.h"
 
 enum {
-    ALIVE, CALL_ATTRIBUTE, CALL_IMPL, CHECK_DUE_AT, CLOSE, IS_COMPILING, SHAPE, THREAD, NAMES
+    CALL_ATTRIBUTE, CALL_IMPL, CHECK_DUE_AT, CLOSE, IS_COMPILING, SHAPE, THREAD, NAMES
 };
-static const char *const texts[NAMES] = {"alive", "_compiled_call_impl", "_call_impl", "check_due_at", "close",
+static const char *const texts[NAMES] = {"_compiled_call_impl", "_call_impl", "check_due_at", "close",
                                          "_is_compiling_flag", "shape", "thread"};
 static PyObject *names[NAMES];
 
@@ -76,7 +76,7 @@ static PyObject *get_call(CallDescriptor *self, PyObject *module, PyObject *owne
                     is_exactly(PyObject_CallNoArgs(self->get_suppressed), Py_False) &&
                     find_by_id(self->outermost, module) != NULL &&
                     is_exactly(PyObject_GetAttr(self->compiler, names[IS_COMPILING]), Py_False) &&
-                    is_exactly(PyObject_GetAttr(self->hook, names[ALIVE]), Py_True);
+                    is_hook_alive(self->hook);
     if (PyErr_Occurred()) return NULL;
     if (!is_traced) return get_own_call(module);
     ForwardCall *call = allocate(forward_call_type);
@@ -398,10 +398,7 @@ static PyType_Spec call_spec = {"otel_infer.ringbuffer._native.ForwardCall", siz
 
 int add_forward_types(PyObject *module)
 {
-    for (int i = 0; i < NAMES; i++) {
-        names[i] = PyUnicode_InternFromString(texts[i]);
-        if (names[i] == NULL) return -1;
-    }
+    if (make_names(names, texts, NAMES)) return -1;
     forward_call_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &call_spec, NULL);
     return forward_call_type == NULL || add_type(module, "CallDescriptor", &descriptor_spec) ? -1 : 0;
 }

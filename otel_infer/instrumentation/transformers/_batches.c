@@ -3,7 +3,7 @@
  * In a steady step the members are those of the last one, and each gets its next token. In a changed step a few have
  * left, or joined at the end, with prompts that are done in this step. Python code writes keyframes and all others.
  */
-#include "../hooks/_step_hook.h"
+#include "../../ringbuffer/_native.h"
 
 enum {
     ACTIVE_REQUESTS, BATCHES, FREE_BLOCKS, FREE_SECTORS, HANDLE, HAS_NEW_TOKEN, LENGTH, QUERY_LENGTH, STATE, TO_FORK,
@@ -73,27 +73,10 @@ static PyTypeObject *tracker_base;
     DO(spare)
 DEFINE_REFERENCES_AND(StepTracker, EACH_OF_TRACKER, if (latest == self) latest = NULL)
 
-/* Returns the length of an attribute; -1 with an exception. */
-static Py_ssize_t count_attribute(PyObject *owner, int name)
-{
-    PyObject *value = PyObject_GetAttr(owner, names[name]);
-    Py_ssize_t count = value == NULL ? -1 : PyObject_Size(value);
-    Py_XDECREF(value);
-    return count;
-}
-
-/* As Python's `round`: half to even. */
-static long long round_positive(double number)
-{
-    long long whole = (long long)number;
-    double rest = number - (double)whole;
-    return whole + (rest > 0.5 || (rest == 0.5 && (whole & 1)));
-}
-
 /* Returns the free bytes of the pool, from its own counts; -1 with an exception. */
 static long long read_pool_bytes(StepTracker *self)
 {
-    Py_ssize_t sectors = count_attribute(self->pool, FREE_SECTORS);
+    Py_ssize_t sectors = count_attribute(self->pool, names[FREE_SECTORS]);
     PyObject *trees = sectors < 0 ? NULL : PyObject_GetAttr(self->pool, names[FREE_BLOCKS]);
     long long bytes = trees != NULL && PyList_Check(trees) ? sectors * self->sector_bytes : -1;
     for (int i = 0; i < self->allocator_count && bytes >= 0; i++) {
@@ -112,12 +95,12 @@ static long long count_free(StepTracker *self)
 {
     if (self->pool != NULL && self->pool != Py_None) {
         long long bytes = read_pool_bytes(self);
-        return bytes < 0 ? -1 : round_positive((double)bytes / (double)self->pool_bytes * (double)self->free_scale);
+        return bytes < 0 ? -1 : round_half_even((double)bytes / (double)self->pool_bytes * (double)self->free_scale);
     }
     PyObject *share = self->read_free == NULL ? NULL : PyObject_CallNoArgs(self->read_free);
     double number = share == NULL ? -1 : PyFloat_AsDouble(share);
     Py_XDECREF(share);
-    return number < 0 ? -1 : round_positive(number * (double)self->free_scale);
+    return number < 0 ? -1 : round_half_even(number * (double)self->free_scale);
 }
 
 /* use_pool(pool, bytes of a sector, of the pool, [(index, bytes of a block) per allocator]): reads its free blocks. */
@@ -187,7 +170,7 @@ static int is_decode(PyObject *scheduler, PyObject *futures, Py_ssize_t size)
 {
     PyObject *has_token = PyObject_GetAttr(PyList_GetItem(futures, size - 1), names[HAS_NEW_TOKEN]);
     Py_XDECREF(has_token);
-    return has_token == Py_True && count_attribute(scheduler, TO_FORK) == 0;
+    return has_token == Py_True && count_attribute(scheduler, names[TO_FORK]) == 0;
 }
 
 /* Returns the tracker of this scheduler if it may write, as a new reference; NULL if Python code must see to it. */
@@ -333,7 +316,7 @@ static int record_batch(StepTracker *self, PyObject *scheduler, PyObject *future
     StepRing *ring = get_step_ring(self->ring);
     int64_t at = read_clock();
     if (ring->step + 1 >= ring->next_keyframe_step) return 0;
-    Py_ssize_t size = PyList_Size(futures), waiting = count_attribute(scheduler, WAITING_REQUESTS);
+    Py_ssize_t size = PyList_Size(futures), waiting = count_attribute(scheduler, names[WAITING_REQUESTS]);
     long long tokens = PyLong_AsLongLong(query_tokens);
     if (waiting < 0 || tokens < size) return 0;
     if (at >= self->timing_due_at && !self->is_latest) {
@@ -360,8 +343,9 @@ static int record_batch(StepTracker *self, PyObject *scheduler, PyObject *future
     return recorded;
 }
 
-int record_cb_schedule(PyObject *scheduler, PyObject *result)
+static int record_schedule(CompiledHook *self, PyObject *scheduler, PyObject *result)
 {
+    (void)self;
     if (!PyTuple_Check(result) || PyTuple_Size(result) < 3) return 0;
     PyObject *futures = PyTuple_GetItem(result, 0);
     if (!PyList_Check(futures)) return futures == Py_None;
@@ -372,9 +356,10 @@ int record_cb_schedule(PyObject *scheduler, PyObject *result)
     return recorded;
 }
 
-int record_cb_update(PyObject *result)
+static int record_update(CompiledHook *hook, PyObject *owner, PyObject *result)
 {
     StepTracker *self = latest;
+    (void)hook, (void)owner;
     if (!PyTuple_Check(result) || PyTuple_Size(result) < 1) return 0;
     PyObject *futures = PyTuple_GetItem(result, 0);
     if (!PyList_Check(futures)) return 0;
@@ -392,6 +377,18 @@ int record_cb_update(PyObject *result)
     Py_DECREF((PyObject *)self);
     return 1;
 }
+
+static PyObject *call_schedule(CompiledHook *self, PyObject *arguments, PyObject *named)
+{
+    return call_and_record(self, arguments, named, record_schedule);
+}
+
+static PyObject *call_update(CompiledHook *self, PyObject *arguments, PyObject *named)
+{
+    return call_and_record(self, arguments, named, record_update);
+}
+
+const HookPlace batch_places[] = {{"schedule batch", call_schedule}, {"batch update", call_update}, {NULL, NULL}};
 
 /* make_latest(): the next update is likely that of this tracker's step. */
 static PyObject *make_latest(StepTracker *self, PyObject *unused)
@@ -423,13 +420,10 @@ static PyType_Spec tracker_spec = {"otel_infer.ringbuffer._native.StepTracker", 
 
 int add_batch_types(PyObject *module)
 {
-    for (int i = 0; i < NAMES; i++) {
-        names[i] = PyUnicode_InternFromString(texts[i]);
-        if (names[i] == NULL) return -1;
-    }
+    if (make_names(names, texts, NAMES)) return -1;
     flight_base = (PyTypeObject *)PyType_FromModuleAndSpec(module, &flight_spec, NULL);
     tracker_base = (PyTypeObject *)PyType_FromModuleAndSpec(module, &tracker_spec, NULL);
-    return flight_base == NULL || tracker_base == NULL ||
+    return flight_base == NULL || tracker_base == NULL || PyModule_AddIntMacro(module, MAX_FLIGHTS) ||
                    PyModule_AddObjectRef(module, "StepFlight", (PyObject *)flight_base) ||
                    PyModule_AddObjectRef(module, "StepTracker", (PyObject *)tracker_base)
                ? -1

@@ -106,7 +106,7 @@ static PyObject *check_unfinished(CompiledHook *self, PyObject *arguments, PyObj
     int is_timed = is_plain && run->timing_handle != PyTuple_GetItem(self->known, 2);
     PyObject *result = NULL;
     if (!is_plain) result = PyObject_Call(self->call_slowly, arguments, named);
-    else if (!is_timed || !end_launch(run) || !report_failure(self)) {
+    else if (!is_timed || !end_launch(run) || !mark_hook_failed(self->hook)) {
         result = PyObject_Call(self->original, arguments, named);
         if (result != NULL) result = return_after(self, result, record_check(run, result));
     }
@@ -118,9 +118,6 @@ const HookPlace generation_places[] = {{"unfinished sequences", check_unfinished
 
 int add_generation_types(PyObject *module)
 {
-    for (int i = 0; i < NAMES; i++) {
-        names[i] = PyUnicode_InternFromString(texts[i]);
-        if (names[i] == NULL) return -1;
-    }
+    if (make_names(names, texts, NAMES)) return -1;
     return add_type(module, "GenerationState", &generation_spec);
 }

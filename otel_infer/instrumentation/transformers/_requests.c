@@ -147,18 +147,13 @@ static RequestState *take_recorded(TransformersRequests *known, PyObject *found)
 /* Returns the current request as a new reference, None if there is none, NULL if Python code must find out. */
 static PyObject *find_current(TransformersRequests *known)
 {
-    PyObject *context = PyObject_CallNoArgs(known->variable_get), *found = NULL;
-    if (context != NULL && PyDict_Check(context)) {
-        found = PyDict_GetItemWithError(context, known->request_key);
-        if (found == NULL && !PyErr_Occurred()) found = Py_None;
-        if (found != NULL && found != Py_None) {
-            if (Py_TYPE(found) != known->request_type) found = NULL;
-            else if (((RequestState *)found)->ended) found = Py_None;
-        }
-        Py_XINCREF(found);
+    PyObject *found = find_current_request(known->variable_get, known->request_key);
+    if (found == NULL || found == Py_None) return found;
+    if (Py_TYPE(found) != known->request_type) Py_CLEAR(found);
+    else if (((RequestState *)found)->ended) {
+        Py_DECREF(found);
+        return take(Py_None);
     }
-    Py_XDECREF(context);
-    PyErr_Clear();
     return found;
 }
 
@@ -622,20 +617,12 @@ static double find_median(PyObject *outputs)
     return count % 2 ? sorted[count / 2] : (sorted[count / 2 - 1] + sorted[count / 2]) / 2;
 }
 
-/* Rounds half to even, as Python does. */
-static long long round_even(double number)
-{
-    long long whole = (long long)number;
-    double rest = number - (double)whole;
-    return whole + (rest > 0.5 || (rest == 0.5 && whole % 2));
-}
-
 /* Returns the estimated time of the tokens of a stream that were not timed; -1 after an exception. */
 static long long estimate_rest(OutputSums *sample, PyObject *total)
 {
     long long tokens = to_count(total);
     double median = find_median(sample->ns_per_token);
-    if (median >= 0 && tokens >= sample->tokens) return round_even((double)(tokens - sample->tokens) * median);
+    if (median >= 0 && tokens >= sample->tokens) return round_half_even((double)(tokens - sample->tokens) * median);
     PyObject *estimated = PyObject_CallMethod((PyObject *)sample, "estimate_rest", "O", total);
     long long rest = estimated == NULL ? -1 : PyLong_AsLongLong(estimated);
     Py_XDECREF(estimated);
@@ -683,10 +670,8 @@ const HookPlace transformers_places[] = {{"handle request", handle_request}, {"a
 
 int add_transformers_types(PyObject *module)
 {
-    for (int i = 0; i < NAMES; i++) {
-        names[i] = PyUnicode_InternFromString(texts[i]);
-        if (names[i] == NULL) return -1;
-    }
-    return add_type(module, "OutputSums", &sums_spec) || add_type(module, "GroupState", &group_spec) ||
+    if (make_names(names, texts, NAMES)) return -1;
+    return PyModule_AddIntMacro(module, SAMPLED_OUTPUTS) || PyModule_AddIntConstant(module, "MAX_SHORT_NAME", MAX_NAME) ||
+           add_type(module, "OutputSums", &sums_spec) || add_type(module, "GroupState", &group_spec) ||
            add_type(module, "TransformersRequests", &requests_spec) ? -1 : 0;
 }

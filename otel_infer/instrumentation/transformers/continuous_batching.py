@@ -5,8 +5,8 @@
 
 The end of a step is matched to its start by the step's first future, which the library carries through. With
 asynchronous batching two steps are in flight. Tokens scheduled for a sequence that finished meanwhile count
-as discarded. Where it was built, `_batches.c` records the steady steps. Releases before 5.18 count free blocks, later ones a free share. Before 5.6 a future has no
-query length.
+as discarded. Where it was built, `_batches.c` records the frequent steps. Releases before 5.18 count free
+blocks, later ones a free share. Before 5.6 a future has no query length.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from operator import attrgetter
 from typing import Any
 
 from otel_infer._clock import now
+from otel_infer.instrumentation.hooks.compiled_hook import compile_hook
 from otel_infer.instrumentation.hooks.probe import Hook
-from otel_infer.instrumentation.hooks.step_hook import CB_SCHEDULE, CB_UPDATE, compile_step_hook
 from otel_infer.instrumentation.hooks.suppression import suppress_torch
 from otel_infer.instrumentation.transformers._instrumentor import ENGINE, instrumentor
 from otel_infer.instrumentation.transformers.batch_tracker import BatchTracker
+from otel_infer.ringbuffer.native import native
 from otel_infer.ringbuffer.recorder import recorder
 
 CB = "transformers.generation.continuous_batching"
@@ -117,7 +118,7 @@ def _wrap_schedule_batch(original: Callable[..., Any], hook: Hook) -> Callable[.
         _record_schedule(self, result, hook)
         return result
 
-    return compile_step_hook(CB_SCHEDULE, original, _record_schedule, hook, schedule_batch)
+    return compile_hook("schedule batch", native, original, hook, schedule_batch, _record_schedule)
 
 
 def _record_schedule(scheduler: Any, result: Any, hook: Hook) -> None:
@@ -168,7 +169,7 @@ def wrap_prepare_batch_update(original: Callable[..., Any], hook: Hook) -> Calla
         _record_update(self, result, hook)
         return result
 
-    return compile_step_hook(CB_UPDATE, original, _record_update, hook, prepare_batch_update)
+    return compile_hook("batch update", native, original, hook, prepare_batch_update, _record_update)
 
 
 def _record_update(outputs: Any, result: Any, hook: Hook) -> None:

@@ -2,7 +2,7 @@
  *
  * In a usual step no request joined or left the batch, and every member runs one token.
  */
-#include "../hooks/_step_hook.h"
+#include "../../ringbuffer/_native.h"
 
 enum {
     BATCHES, CACHED, FREE, NEW, OUTPUTS, POOLED, RESUMED, RUNNING, SPECULATED, STEP, TOKENS, TOTAL_TOKENS, NAMES
@@ -26,15 +26,6 @@ static SchedulerSteps *latest;
 #define EACH_OF_STEPS(DO) DO(scheduler) DO(ring) DO(hook) DO(pid) DO(free_blocks) DO(removed) DO(removals)
 DEFINE_REFERENCES_AND(SchedulerSteps, EACH_OF_STEPS, if (latest == self) latest = NULL)
 static PyTypeObject *steps_base;
-
-/* Returns the length of an attribute; -1 with an exception. */
-static Py_ssize_t count_attribute(PyObject *owner, int name)
-{
-    PyObject *value = PyObject_GetAttr(owner, names[name]);
-    Py_ssize_t count = value == NULL ? -1 : PyObject_Size(value);
-    Py_XDECREF(value);
-    return count;
-}
 
 static long long read_number(PyObject *owner, int name)
 {
@@ -74,9 +65,9 @@ static int is_empty(PyObject *list)
 /* Whether the batch has the members of the last one, each with one token. */
 static int is_usual(SchedulerSteps *self, PyObject *scheduler, PyObject *output)
 {
-    Py_ssize_t size = count_attribute(output, TOKENS);
+    Py_ssize_t size = count_attribute(output, names[TOKENS]);
     if (size < 1 || size != self->size || !is_empty(self->removed)) return 0;
-    if (read_number(output, TOTAL_TOKENS) != size || count_attribute(scheduler, RUNNING) != size ||
+    if (read_number(output, TOTAL_TOKENS) != size || count_attribute(scheduler, names[RUNNING]) != size ||
         !is_false(output, NEW)) return 0;
     PyObject *cached = PyObject_GetAttr(output, names[CACHED]);
     int none_resumed = cached != NULL && is_false(cached, RESUMED);
@@ -84,13 +75,13 @@ static int is_usual(SchedulerSteps *self, PyObject *scheduler, PyObject *output)
     return none_resumed;
 }
 
-int record_vllm_schedule(PyObject *scheduler, PyObject *output, PyObject *hook)
+static int record_schedule(CompiledHook *hook, PyObject *scheduler, PyObject *output)
 {
     SchedulerSteps *self = find_steps(scheduler);
     long long step = 0;
     int64_t at = read_clock();
     StepRing *ring = self == NULL ? NULL : get_step_ring(self->ring);
-    if (ring != NULL && ring->step + 1 < ring->next_keyframe_step && self->hook == hook && at < self->report_due_at &&
+    if (ring != NULL && ring->step + 1 < ring->next_keyframe_step && self->hook == hook->hook && at < self->report_due_at &&
         self->pid != NULL && self->free_blocks != NULL &&
         is_usual(self, scheduler, output)) {
         long long free = read_number(self->free_blocks, FREE);
@@ -109,7 +100,9 @@ int record_vllm_schedule(PyObject *scheduler, PyObject *output, PyObject *hook)
     return step > 0;
 }
 
-PyObject *begin_vllm_update(PyObject *scheduler, PyObject *output, long long *step)
+/* Returns the steps of the scheduler, as a new reference, and the number of the step whose results come; NULL if its end
+ * is not usual. */
+static SchedulerSteps *begin_update(PyObject *scheduler, PyObject *output, long long *step)
 {
     SchedulerSteps *self = find_steps(scheduler);
     PyObject *ids = self == NULL ? NULL : PyObject_GetAttr(output, names[STEP]);
@@ -121,7 +114,7 @@ PyObject *begin_vllm_update(PyObject *scheduler, PyObject *output, long long *st
         Py_XDECREF((PyObject *)self);
         self = NULL;
     }
-    return (PyObject *)self;
+    return self;
 }
 
 /* Returns the number of outputs of all clients; -1 with an exception or if the result has another form. */
@@ -131,25 +124,54 @@ static Py_ssize_t count_outputs(PyObject *result)
     Py_ssize_t position = 0, outputs = 0;
     if (!PyDict_Check(result)) return -1;
     while (PyDict_Next(result, &position, &key, &of_client)) {
-        Py_ssize_t count = count_attribute(of_client, OUTPUTS);
+        Py_ssize_t count = count_attribute(of_client, names[OUTPUTS]);
         if (count < 0) return -1;
         outputs += count;
     }
     return outputs;
 }
 
-int record_vllm_update(PyObject *steps, PyObject *scheduler, PyObject *output, PyObject *sampled, PyObject *result,
-                       long long step, int64_t at)
+/* Records the end of a usual step. `arguments`: scheduler, scheduler_output, model_runner_output. */
+static int record_update(SchedulerSteps *self, PyObject *arguments, PyObject *result, long long step, int64_t at)
 {
-    SchedulerSteps *self = (SchedulerSteps *)steps;
+    PyObject *scheduler = PyTuple_GetItem(arguments, 0), *output = PyTuple_GetItem(arguments, 1);
+    PyObject *sampled = PyTuple_GetItem(arguments, 2);
     if (!self->single_tokens || self->ended_early || !is_empty(self->removals)) return 0;
     Py_ssize_t outputs = count_outputs(result);
-    if (outputs < 1 || outputs != count_attribute(output, TOKENS) || !is_false(sampled, POOLED) || count_attribute(scheduler, RUNNING) < 1)
-        return 0;
+    if (outputs < 1 || outputs != count_attribute(output, names[TOKENS]) || !is_false(sampled, POOLED) ||
+        count_attribute(scheduler, names[RUNNING]) < 1) return 0;
     StepRing *ring = get_step_ring(self->ring);
     if (ring == NULL) return 0;
     store_single_tokens(ring, step, at, 0);
     return 1;
+}
+
+static PyObject *call_schedule(CompiledHook *self, PyObject *arguments, PyObject *named)
+{
+    return call_and_record(self, arguments, named, record_schedule);
+}
+
+/* `details`: records a step of which only the end is not usual. */
+static PyObject *call_update(CompiledHook *self, PyObject *arguments, PyObject *named)
+{
+    int64_t at = read_clock();
+    long long step = 0;
+    SchedulerSteps *steps = NULL;
+    if ((named == NULL || !PyDict_Size(named)) && PyTuple_Size(arguments) == 3 && is_alive(self))
+        steps = begin_update(PyTuple_GetItem(arguments, 0), PyTuple_GetItem(arguments, 1), &step);
+    if (keep_interrupt()) {
+        Py_XDECREF((PyObject *)steps);
+        return NULL;
+    }
+    if (steps == NULL) return PyObject_Call(self->call_slowly, arguments, named);
+    PyObject *result = PyObject_Call(self->original, arguments, NULL);
+    int is_done = result == NULL || !is_alive(self) || record_update(steps, arguments, result, step, at);
+    Py_DECREF((PyObject *)steps);
+    if (result != NULL && keep_interrupt()) Py_CLEAR(result);
+    if (result == NULL || is_done) return result;
+    return return_recorded(result, PyObject_CallFunction(self->details, "OOOOLLO", PyTuple_GetItem(arguments, 0),
+                                                         PyTuple_GetItem(arguments, 1), PyTuple_GetItem(arguments, 2),
+                                                         result, step, (long long)at, self->hook));
 }
 
 static PyMemberDef steps_members[] = {
@@ -175,31 +197,27 @@ typedef struct {
 
 static PyTypeObject *counter_base;
 
-int count_eviction(PyObject *counter)
+/* `details`: the counter. */
+static PyObject *call_evict(CompiledHook *self, PyObject *arguments, PyObject *named)
 {
-    if (PyObject_TypeCheck(counter, counter_base)) ((EventCounter *)counter)->count++;
-    return 1;
+    PyObject *evicted = PyObject_Call(self->original, arguments, named);
+    if (evicted == Py_True && is_alive(self) && PyObject_TypeCheck(self->details, counter_base))
+        ((EventCounter *)self->details)->count++;
+    return evicted;
 }
 
-static void free_counter(PyObject *self)
-{
-    PyTypeObject *type = Py_TYPE(self);
-    ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
-    Py_DECREF(type);
-}
+const HookPlace scheduler_places[] = {{"vllm schedule", call_schedule}, {"vllm update", call_update},
+                                      {"vllm eviction", call_evict}, {NULL, NULL}};
 
 static PyMemberDef counter_members[] = {FIELD(EventCounter, T_LONGLONG, count), {NULL, 0, 0, 0, NULL}};
 static PyType_Slot counter_slots[] = {
-    {Py_tp_new, PyType_GenericNew}, {Py_tp_dealloc, free_counter}, {Py_tp_members, counter_members}, {0, NULL}};
+    {Py_tp_new, PyType_GenericNew}, {Py_tp_dealloc, free_plain}, {Py_tp_members, counter_members}, {0, NULL}};
 static PyType_Spec counter_spec = {"otel_infer.ringbuffer._native.EventCounter", sizeof(EventCounter), 0,
                                    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE, counter_slots};
 
 int add_scheduler_types(PyObject *module)
 {
-    for (int i = 0; i < NAMES; i++) {
-        names[i] = PyUnicode_InternFromString(texts[i]);
-        if (names[i] == NULL) return -1;
-    }
+    if (make_names(names, texts, NAMES)) return -1;
     steps_base = (PyTypeObject *)PyType_FromModuleAndSpec(module, &steps_spec, NULL);
     counter_base = (PyTypeObject *)PyType_FromModuleAndSpec(module, &counter_spec, NULL);
     return steps_base == NULL || counter_base == NULL ||

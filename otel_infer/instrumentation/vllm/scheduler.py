@@ -19,13 +19,8 @@ from collections.abc import Callable
 from typing import Any
 
 from otel_infer import _clock
+from otel_infer.instrumentation.hooks.compiled_hook import compile_hook
 from otel_infer.instrumentation.hooks.probe import Hook
-from otel_infer.instrumentation.hooks.step_hook import (
-    VLLM_EVICT,
-    VLLM_SCHEDULE,
-    VLLM_UPDATE,
-    compile_step_hook,
-)
 from otel_infer.instrumentation.vllm import scheduler_steps
 from otel_infer.instrumentation.vllm._instrumentor import (
     DUMMY_BATCHES,
@@ -52,7 +47,7 @@ def wrap_schedule(original: Callable[..., Any], hook: Hook) -> Callable[..., Any
         _record_schedule(self, output, hook)
         return output
 
-    return compile_step_hook(VLLM_SCHEDULE, original, _record_schedule, hook, schedule)
+    return compile_hook("vllm schedule", native, original, hook, schedule, _record_schedule)
 
 
 def _record_schedule(scheduler: Any, output: Any, hook: Hook) -> None:
@@ -101,8 +96,7 @@ def wrap_update_from_output(original: Callable[..., Any], hook: Hook) -> Callabl
             _record_update(self, scheduler_output, model_runner_output, result, step, at, hook)
         return result
 
-    update_from_output.finish = _record_update  # type: ignore[attr-defined]
-    return compile_step_hook(VLLM_UPDATE, original, update_from_output, hook, update_from_output)
+    return compile_hook("vllm update", native, original, hook, update_from_output, _record_update)
 
 
 def _record_update(
@@ -140,7 +134,7 @@ def evict_cached_block(original: Callable[..., Any], hook: Hook) -> Callable[...
             evictions.add()
         return evicted
 
-    return compile_step_hook(VLLM_EVICT, original, evictions, hook, evict_cached_block)
+    return compile_hook("vllm eviction", native, original, hook, evict_cached_block, evictions)
 
 
 @instrumentor.patch_hot_path(f"{ENGINE_CORE}.execute_dummy_batch", part=DUMMY_BATCHES)

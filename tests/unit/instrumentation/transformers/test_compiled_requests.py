@@ -19,8 +19,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from otel_infer import _clock
+from otel_infer.instrumentation.hooks import detokenize_sample
 from otel_infer.instrumentation.hooks.probe import Hook
 from otel_infer.instrumentation.transformers import (
+    batch_tracker,
     compiled_requests,
     generate,
     generation_run,
@@ -365,7 +367,7 @@ def test_hook_behaves_as_a_function() -> None:
 
 
 def test_hook_may_die_while_a_callback_collects_garbage() -> None:
-    for _ in range(100):
+    for _ in range(10):
         hook = native.CompiledHook("end", (1, 2, 3), print, print, Hook("h"), MethodType, None)
         reference = weakref.ref(hook, lambda _: gc.collect())
         del hook
@@ -492,6 +494,12 @@ def test_steps_are_recorded_as_by_the_python_hook(
     finally:
         generation_run.timing.thread.host_due_at = 0
         recording.stop()
+
+
+def test_limits_are_those_of_the_python_hooks() -> None:
+    assert native.SAMPLED_OUTPUTS == detokenize_sample.SAMPLED_OUTPUTS
+    assert native.MAX_SHORT_NAME == request_span.MAX_SHORT_NAME
+    assert native.MAX_FLIGHTS == batch_tracker.MAX_FLIGHTS
 
 
 def test_codes_and_fields_are_those_of_the_events() -> None:

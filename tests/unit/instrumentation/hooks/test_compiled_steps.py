@@ -8,13 +8,14 @@ import pickle
 import sys
 import weakref
 from collections.abc import Callable, Iterator
+from types import MethodType
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from otel_infer.instrumentation.hooks import step_hook
+from otel_infer.instrumentation.hooks.compiled_hook import compile_hook
 from otel_infer.instrumentation.hooks.probe import Hook
 from otel_infer.instrumentation.transformers import continuous_batching, kv_cache
 from otel_infer.instrumentation.vllm import scheduler as vllm_scheduler
@@ -83,7 +84,7 @@ def without_instants(memory: Any) -> list[Any]:
 
 def use_python_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (continuous_batching, vllm_scheduler):
-        monkeypatch.setattr(module, "compile_step_hook", lambda place, original, record, hook, call: call)
+        monkeypatch.setattr(module, "compile_hook", lambda place, known, original, hook, call, record: call)
 
 
 class BatchingRun:
@@ -313,19 +314,18 @@ def test_frequent_steps_enter_no_python_code(monkeypatch: pytest.MonkeyPatch) ->
 
 # ── the hook as an attribute of a class ──────────────────────────────────────────────────────────────────────────
 
-PLACES = [step_hook.CB_SCHEDULE, step_hook.CB_UPDATE, step_hook.VLLM_SCHEDULE, step_hook.VLLM_EVICT]
+PLACES = ["schedule batch", "batch update", "vllm schedule", "vllm eviction"]
 
 
-def make_hook(place: int, original: Any, calls: list[Any]) -> Any:
+def make_hook(place: str, original: Any, calls: list[Any]) -> Any:
     def record(*arguments: Any) -> None:
         calls.append(arguments)
 
-    record.finish = record  # type: ignore[attr-defined]
-    return step_hook.compile_step_hook(place, original, record, Hook("a test"), record)
+    return compile_hook(place, native, original, Hook("a test"), record, record)
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_exceptions_and_results_of_the_original_pass(place: int) -> None:
+def test_exceptions_and_results_of_the_original_pass(place: str) -> None:
     calls: list[Any] = []
     error = KeyError("original")
 
@@ -344,7 +344,7 @@ def test_exceptions_and_results_of_the_original_pass(place: int) -> None:
 
 def test_a_bound_hook_records_with_its_owner() -> None:
     calls: list[Any] = []
-    owner = type("Owner", (), {"hooked": make_hook(step_hook.CB_SCHEDULE, lambda self: 7, calls)})()
+    owner = type("Owner", (), {"hooked": make_hook("schedule batch", lambda self: 7, calls)})()
     bound = owner.hooked
     assert bound() == 7 and calls[0][:2] == (owner, 7) and inspect.ismethod(bound)
     with pytest.raises(TypeError):
@@ -355,15 +355,13 @@ def test_what_a_signal_handler_raises_in_a_record_passes() -> None:
     def interrupt(*arguments: Any) -> None:
         raise KeyboardInterrupt
 
-    hook: Any = step_hook.compile_step_hook(
-        step_hook.CB_SCHEDULE, lambda self: 7, interrupt, Hook("a test"), interrupt
-    )
+    hook: Any = compile_hook("schedule batch", native, lambda self: 7, Hook("a test"), interrupt, interrupt)
     with pytest.raises(KeyboardInterrupt):
         hook(object())
 
 
 def test_hook_is_freed_with_its_class() -> None:
-    hook = make_hook(step_hook.CB_SCHEDULE, lambda self: 7, [])
+    hook = make_hook("schedule batch", lambda self: 7, [])
     hook.itself = hook
     reference = weakref.ref(hook)
     del hook
@@ -372,8 +370,8 @@ def test_hook_is_freed_with_its_class() -> None:
 
 
 def test_hook_without_state_is_refused() -> None:
-    with pytest.raises(TypeError):
-        native.StepHook(0, print, print, object(), print)
+    with pytest.raises(TypeError, match="has no compiled state"):
+        native.CompiledHook("schedule batch", native, print, print, object(), MethodType, print)
 
 
 def test_pool_with_other_counts_is_not_read() -> None:
@@ -403,7 +401,7 @@ def test_pool_without_counts_is_refused() -> None:
 
 
 def test_pickled_hook_is_named_like_its_function(monkeypatch: pytest.MonkeyPatch) -> None:
-    hook = make_hook(step_hook.CB_SCHEDULE, lambda self: 7, [])
+    hook = make_hook("schedule batch", lambda self: 7, [])
     hook.__qualname__, hook.__module__ = "a_hook", __name__
     monkeypatch.setattr(sys.modules[__name__], "a_hook", hook, raising=False)
     assert pickle.loads(pickle.dumps(hook)) is hook
