@@ -251,6 +251,17 @@ class _TimingThread(threading.Thread):
             elif self._clocks[device.index].is_due(now, timeline.take_new_span_flag()):
                 self._clocks[device.index].add_anchor()
 
+    def _add_periodic_call(self, device: Device) -> None:
+        """Starts what is measured besides the timing; a failure does not end the timing."""
+        if self._on_first_use is None:
+            return
+        try:
+            self._periodic_calls.append(self._on_first_use(device))
+        except Exception as error:
+            log.warning(
+                "a periodic measurement of a device failed and is not taken: %s", type(error).__name__
+            )
+
     def _assign_timeline(self, device: Device, slot: weakref.ref[_ThreadSlot]) -> None:
         requester = slot()
         if requester is None:
@@ -259,8 +270,7 @@ class _TimingThread(threading.Thread):
         clocks = self._clocks.get(device.index)
         if clocks is None:
             clocks = self._clocks[device.index] = ClockMap(device)
-            if self._on_first_use is not None:
-                self._periodic_calls.append(self._on_first_use(device))
+            self._add_periodic_call(device)
         if clocks.anchor is None and not (clocks.is_due(_clock.now(), True) and clocks.add_anchor()):
             self._pending_slots.append((device, slot))  # without an anchor no device time can be mapped
             return

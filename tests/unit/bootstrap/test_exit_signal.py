@@ -11,10 +11,10 @@ import pytest
 from otel_infer._bootstrap.exit_signal import ExitSignalHandler
 
 PROGRAM = """
-import signal, sys, time
+import os, signal, sys, time
 from otel_infer._bootstrap.exit_signal import ExitSignalHandler
 def close():
-    print("closed", flush=True)
+    os.write(1, b"closed\\n")  # `print` raises in a handler that interrupts the `print` of the program
     {close}
 {before}
 ExitSignalHandler(close).install()

@@ -78,6 +78,22 @@ def test_host_times_until_events_exist_then_the_device(timing: DeviceTiming, dev
     assert work.device[0].ended_at - work.device[0].started_at >= MS
 
 
+def test_device_is_timed_where_another_measurement_of_it_fails(
+    timing: DeviceTiming, device: OnHostClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    """torch with CUDA and no driver: the observer of out-of-memory errors raises."""
+
+    def fail(device: object) -> Callable[[], None]:
+        raise RuntimeError("Found no NVIDIA driver")
+
+    timing.on_first_use = fail
+    start_device_timing(timing)
+    work = Work()
+    step(timing, device, work)
+    assert wait_until(lambda: len(work.device) == 1)
+    assert "failed and is not taken: RuntimeError" in caplog.text
+
+
 def test_without_device_lookup_is_retried_once_per_second(device: OnHostClock) -> None:
     lookups: list[None] = []
     timing = DeviceTiming(lambda: lookups.append(None))
