@@ -434,6 +434,7 @@ def _count_with_own_list(size: int) -> list[int]:
 
 def _count_with_transformers(size: int) -> list[int]:
     arena = MemoryArena()
+    continuous_batching._close_trackers()  # another test's tracker would be told that it is no longer the latest
     recorder.start(lambda: arena, lambda: None, lambda reason: None)
     try:
         futures = [Future(number) for number in range(size)]
