@@ -56,8 +56,8 @@ def list_other_servers() -> list[ServedLoad]:
     return [
         *(serve_transformers(number) for number in (1, 8, 32, 128)),
         *(_serve_generate(number) for number in (1, 4)),
-        _serve_requests("batcher", "a hand-made batcher", BATCHER),
-        _serve_requests("forward", "FastAPI + forward", CLASSIFIER),
+        _serve_requests("batcher", "a hand-made batcher", BATCHER, 200),
+        _serve_requests("forward", "FastAPI + forward", CLASSIFIER, 100),
     ]
 
 
@@ -114,13 +114,13 @@ def _serve_vllm(number: int) -> ServedLoad:
     )
 
 
-def _serve_requests(name: str, title: str, module: str) -> ServedLoad:
+def _serve_requests(name: str, title: str, module: str, rate: int) -> ServedLoad:
     return ServedLoad(
         name,
-        f"{title}, 200 requests/s",
+        f"{title}, {rate} requests/s",
         (sys.executable, "-m", module, "{port}", "{model}"),
         "requests",
-        200,
+        rate,
         {"path": "/classify"},
         is_cpu_gated=True,
         sample_rate=100,

@@ -30,8 +30,9 @@ log = logging.getLogger(__name__)
 IDLE_INTERVAL_S, BUSY_INTERVAL_S = 0.2, 0.1
 """Sleep of the timing thread, and its sleep while spans are pending."""
 UNTIMED = 0
-HOST_SAMPLE_NS = 100_000_000
-"""Interval of the steps of one thread that the host's clock times: its figures are means, so a sample is enough."""
+HOST_SAMPLE_NS, PENDING_SAMPLE_NS = 500_000_000, 100_000_000
+"""Interval of the steps of one thread that the host's clock times: its figures are means, so a sample is enough. It is
+shorter while a thread with a device waits for its timeline."""
 DEVICE_CHECK_NS = 1_000_000_000
 """Time between two checks of a thread whether the application uses a device."""
 
@@ -91,6 +92,11 @@ class DeviceTiming:
         slot = self.thread.slot
         return slot is not None and slot.timeline is not None
 
+    @property
+    def host_interval_ns(self) -> int:
+        """Returns how long after a step of the calling thread the host's clock times the next one."""
+        return HOST_SAMPLE_NS if self.thread.slot is None else PENDING_SAMPLE_NS
+
     def begin(
         self, stream: object = None, always: bool = False, is_step: bool = True, on: Any = None
     ) -> DeviceSpan | int:
@@ -114,7 +120,7 @@ class DeviceTiming:
             self._register_thread(now)
         if is_step and now < thread.host_due_at:
             return UNTIMED
-        thread.host_due_at = now + HOST_SAMPLE_NS
+        thread.host_due_at = now + self.host_interval_ns
         return now
 
     def end(self, begun: DeviceSpan | int, work: TimedWork, has_waited: bool = False) -> None:

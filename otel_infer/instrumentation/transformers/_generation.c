@@ -1,16 +1,18 @@
-/* Records the plain steps of `generate`, as `generate.wrap_has_unfinished_sequences` does in Python, but as C. */
+/* Records the plain steps of `generate`, as `generate.wrap_has_unfinished_sequences` does in Python, but as C. Calls of a
+ * detokenizer pass once those of the run are sampled, as in `tokenization._wrap_decode`. */
 #include "../../ringbuffer/_native.h"
 
 enum { LAUNCHED, RUN, SINGLE_TOKENS, UNCHANGED, WAITED, NAMES };
 static const char *const texts[NAMES] = {"mark_launched", "run", "write_single_tokens", "write_unchanged", "has_waited"};
 static PyObject *names[NAMES];
+enum { THREAD_STATE, RUN_TYPE, UNTIMED };  /* items of `known` (`generation_run.py`) */
 
 /* The fields of a `GenerationRun` that each step reads or writes. */
 typedef struct {
     PyObject_HEAD
     long long iterations, step, tokens, timing_due_at;
     PyObject *writer, *timing_handle;
-    char has_plain_steps, stepping;
+    char has_plain_steps, stepping, is_detokenizing_sampled;
 } GenerationState;
 
 #define EACH_OF_GENERATION(DO) DO(writer) DO(timing_handle)
@@ -20,7 +22,8 @@ static PyMemberDef generation_members[] = {
     FIELD(GenerationState, T_LONGLONG, iterations), FIELD(GenerationState, T_LONGLONG, step),
     FIELD(GenerationState, T_LONGLONG, tokens), FIELD(GenerationState, T_LONGLONG, timing_due_at),
     FIELD(GenerationState, T_OBJECT, writer), FIELD(GenerationState, T_OBJECT, timing_handle),
-    FIELD(GenerationState, T_BOOL, has_plain_steps), FIELD(GenerationState, T_BOOL, stepping), {NULL, 0, 0, 0, NULL}};
+    FIELD(GenerationState, T_BOOL, has_plain_steps), FIELD(GenerationState, T_BOOL, stepping),
+    FIELD(GenerationState, T_BOOL, is_detokenizing_sampled), {NULL, 0, 0, 0, NULL}};
 static PyType_Slot generation_slots[] = {{Py_tp_new, PyType_GenericNew}, REFERENCE_SLOTS(GenerationState),
                                          {Py_tp_members, generation_members}, {0, NULL}};
 static PyType_Spec generation_spec = {"otel_infer.ringbuffer._native.GenerationState", sizeof(GenerationState), 0,
@@ -91,19 +94,25 @@ static int end_launch(GenerationState *run)
     return done == NULL ? -1 : 0;
 }
 
-/* `known`: the state of the threads, the type of their runs, and the handle of a step that is not timed. */
+/* Returns the run of this thread; None if there is none; NULL without an exception if it is of another type. */
+static PyObject *find_run(CompiledHook *self)
+{
+    PyObject *found = PyObject_GetAttr(PyTuple_GetItem(self->known, THREAD_STATE), names[RUN]);
+    if (found == NULL) PyErr_Clear();
+    else if (found != Py_None && (PyObject *)Py_TYPE(found) != PyTuple_GetItem(self->known, RUN_TYPE)) Py_CLEAR(found);
+    return found;
+}
+
 static PyObject *check_unfinished(CompiledHook *self, PyObject *arguments, PyObject *named)
 {
-    PyObject *found = PyObject_GetAttr(PyTuple_GetItem(self->known, 0), names[RUN]);
-    PyErr_Clear();
+    PyObject *found = find_run(self);
     if (found == Py_None) {
         Py_DECREF(found);
         return PyObject_Call(self->original, arguments, named);
     }
-    int is_run = found != NULL && (PyObject *)Py_TYPE(found) == PyTuple_GetItem(self->known, 1);
-    GenerationState *run = is_run ? (GenerationState *)found : NULL;
-    int is_plain = is_run && run->has_plain_steps && run->iterations > 1 && is_alive(self);
-    int is_timed = is_plain && run->timing_handle != PyTuple_GetItem(self->known, 2);
+    GenerationState *run = (GenerationState *)found;
+    int is_plain = run != NULL && run->has_plain_steps && run->iterations > 1 && is_alive(self);
+    int is_timed = is_plain && run->timing_handle != PyTuple_GetItem(self->known, UNTIMED);
     PyObject *result = NULL;
     if (!is_plain) result = PyObject_Call(self->call_slowly, arguments, named);
     else if (!is_timed || !end_launch(run) || !mark_hook_failed(self->hook)) {
@@ -114,7 +123,16 @@ static PyObject *check_unfinished(CompiledHook *self, PyObject *arguments, PyObj
     return result;
 }
 
-const HookPlace generation_places[] = {{"unfinished sequences", check_unfinished}, {NULL, NULL}};
+static PyObject *detokenize(CompiledHook *self, PyObject *arguments, PyObject *named)
+{
+    PyObject *found = find_run(self);
+    int passes = found != NULL && found != Py_None && ((GenerationState *)found)->is_detokenizing_sampled;
+    Py_XDECREF(found);
+    return PyObject_Call(passes ? self->original : self->call_slowly, arguments, named);
+}
+
+const HookPlace generation_places[] = {
+    {"unfinished sequences", check_unfinished}, {"detokenizer", detokenize}, {NULL, NULL}};
 
 int add_generation_types(PyObject *module)
 {

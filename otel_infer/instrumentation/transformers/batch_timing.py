@@ -8,7 +8,7 @@ from typing import Any
 
 from otel_infer import _clock
 from otel_infer.gpu.timed_work import StepWork
-from otel_infer.gpu.timing import HOST_SAMPLE_NS, UNTIMED, timing
+from otel_infer.gpu.timing import UNTIMED, timing
 from otel_infer.instrumentation.hooks.probe import Hook
 from otel_infer.instrumentation.transformers._instrumentor import ENGINE, instrumentor
 from otel_infer.instrumentation.transformers.continuous_batching import CB, PART, current_loop
@@ -37,7 +37,7 @@ def wrap_compute_batch(original: Callable[..., Any], hook: Hook) -> Callable[...
                 tracker.timing_due_at = 0
             else:
                 current_loop.latest, tracker.is_latest = None, False
-                tracker.timing_due_at = _clock.now() + HOST_SAMPLE_NS
+                tracker.timing_due_at = _clock.now() + timing.host_interval_ns
                 if type(self).compute_batch is compute_batch:  # else another library has wrapped ours
                     tracker.resting_runner, self.compute_batch = self, MethodType(original, self)
         except Exception as exc:

@@ -37,9 +37,8 @@ from otel_infer.instrumentation.transformers._instrumentor import (
     open_own_request,
 )
 from otel_infer.instrumentation.transformers.generation_arguments import get_setting, read_prompt_shape
-from otel_infer.instrumentation.transformers.generation_run import GenerationRun, thread_state
+from otel_infer.instrumentation.transformers.generation_run import GenerationRun, compiled_state, thread_state
 from otel_infer.ringbuffer import events
-from otel_infer.ringbuffer.native import native
 from otel_infer.ringbuffer.recorder import recorder
 from otel_infer.tracing import start
 from otel_infer.tracing.context import detach
@@ -53,8 +52,6 @@ PIXEL_INPUTS = frozenset(("pixel_values", "pixel_values_images", "pixel_values_v
 """Names of the inputs of image and video encoders."""
 
 _get_packed = attrgetter("packed")
-_known = None if native is None else (thread_state, GenerationRun, UNTIMED)
-"""What compiled code knows about runs; None where it is not built."""
 
 
 @instrumentor.patch_hot_path(f"{_GENERATION}.generate", part="generate")
@@ -303,4 +300,4 @@ def wrap_has_unfinished_sequences(original: Callable[..., Any], hook: Hook) -> C
             hook.mark_failed(exc)
         return result
 
-    return compile_hook("unfinished sequences", _known, original, hook, has_unfinished_sequences)
+    return compile_hook("unfinished sequences", compiled_state, original, hook, has_unfinished_sequences)

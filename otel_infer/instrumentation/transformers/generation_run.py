@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from otel_infer import _clock
 from otel_infer.gpu.timed_work import StepWork
-from otel_infer.gpu.timing import HOST_SAMPLE_NS, UNTIMED, timing
+from otel_infer.gpu.timing import UNTIMED, timing
 from otel_infer.instrumentation.hooks.detokenize_sample import DetokenizeSample
 from otel_infer.instrumentation.transformers import kv_cache
 from otel_infer.instrumentation.transformers._instrumentor import CANCELLED, ENGINE
@@ -30,7 +30,8 @@ class PythonGenerationState:
     """The fields of a run that each step reads or writes; compiled code does too, where it was built.
 
     `has_plain_steps`: each step after the first delivers one token of one row. `stepping`: a loop runs, whose
-    steps are recorded. `writer`: None while steps are not recorded.
+    steps are recorded. `writer`: None while steps are not recorded. `is_detokenizing_sampled`: enough outputs
+    of a streamer were timed.
     """
 
     iterations: int
@@ -41,6 +42,7 @@ class PythonGenerationState:
     timing_handle: Any
     has_plain_steps: bool
     stepping: bool
+    is_detokenizing_sampled: bool
 
 
 if TYPE_CHECKING or native is None:
@@ -142,7 +144,7 @@ class GenerationRun(GenerationState):
             self.timing_due_at = 0  # each step counts for the sample of a device
             on_device_timed()
         else:
-            self.timing_due_at = at + HOST_SAMPLE_NS
+            self.timing_due_at = at + timing.host_interval_ns
 
     def mark_launched(self, has_waited: bool = False) -> None:
         """Ends the device timing of the step. `has_waited`: the host has already waited for the device."""
@@ -216,3 +218,6 @@ class _GenerationThreadState(threading.local):
 
 
 thread_state = _GenerationThreadState()
+
+compiled_state = None if native is None else (thread_state, GenerationRun, UNTIMED)
+"""What compiled code knows about runs; None where it is not built."""

@@ -11,10 +11,11 @@ from types import MethodType
 from typing import Any
 
 from otel_infer import _clock
+from otel_infer.instrumentation.hooks.compiled_hook import compile_hook
 from otel_infer.instrumentation.hooks.context_hooks import compile_tokenizer, tokenizer_call
 from otel_infer.instrumentation.hooks.probe import Hook
 from otel_infer.instrumentation.transformers._instrumentor import instrumentor
-from otel_infer.instrumentation.transformers.generation_run import thread_state
+from otel_infer.instrumentation.transformers.generation_run import compiled_state, thread_state
 from otel_infer.ringbuffer import events
 from otel_infer.tracing import start
 from otel_infer.tracing.context import current_context
@@ -69,7 +70,7 @@ def _wrap_decode(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]
                 spent_ns = _clock.now() - started_at
                 run.is_detokenizing_sampled = run.detokenize_sample.add_output(1, spent_ns)
 
-    return decode_tokens
+    return compile_hook("detokenizer", compiled_state, original, hook, decode_tokens)
 
 
 def _token_count(result: Any) -> int:

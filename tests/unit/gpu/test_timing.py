@@ -16,7 +16,7 @@ import pytest
 from otel_infer.assembly.assembler import GRACE_NS
 from otel_infer.gpu import graph_capture
 from otel_infer.gpu.timeline import DeviceInterval, DeviceSpan
-from otel_infer.gpu.timing import UNTIMED, DeviceTiming
+from otel_infer.gpu.timing import HOST_SAMPLE_NS, PENDING_SAMPLE_NS, UNTIMED, DeviceTiming
 from tests.support.fake_device import OnHostClock
 
 MS = 1_000_000
@@ -247,6 +247,20 @@ def test_host_times_until_the_first_anchor(timing: DeviceTiming, device: OnHostC
     start_device_timing(timing)
     step(timing, device, work)
     assert wait_until(lambda: len(work.device) == 1)
+
+
+def test_host_times_few_steps_without_a_device_and_more_while_a_device_is_awaited() -> None:
+    without = DeviceTiming(lambda: None)
+    without.begin()
+    assert without.host_interval_ns == HOST_SAMPLE_NS
+    device = OnHostClock()
+    device.record_and_poll = lambda event, stream: None  # type: ignore[method-assign]
+    awaited = DeviceTiming(lambda: device)
+    awaited.begin()
+    try:
+        assert awaited.host_interval_ns == PENDING_SAMPLE_NS < HOST_SAMPLE_NS
+    finally:
+        awaited.stop()
 
 
 def test_span_may_end_on_another_thread(timing: DeviceTiming, device: OnHostClock) -> None:

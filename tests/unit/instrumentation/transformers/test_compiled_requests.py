@@ -11,7 +11,7 @@ import pickle
 import weakref
 from collections.abc import Iterator
 from enum import IntEnum
-from types import MethodType
+from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import pytest
@@ -29,6 +29,7 @@ from otel_infer.instrumentation.transformers import (
     sequence_group,
     sequences,
     serve,
+    tokenization,
 )
 from otel_infer.ringbuffer import events
 from otel_infer.ringbuffer.native import native
@@ -447,7 +448,7 @@ def step_through(results: list[Any], steps: list[Any], state: dict[str, Any], co
     hook = Hook("check")
     with pytest.MonkeyPatch.context() as monkeypatch:
         if not compiled:
-            monkeypatch.setattr(generate, "_known", None)
+            monkeypatch.setattr(generate, "compiled_state", None)
         hooked = generate.wrap_has_unfinished_sequences(check, hook)
     generation_run.thread_state.run = run
     try:
@@ -494,6 +495,30 @@ def test_steps_are_recorded_as_by_the_python_hook(
     finally:
         generation_run.timing.thread.host_due_at = 0
         recording.stop()
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_outputs_of_a_stream_are_timed_until_enough_are(
+    recording: Recording, monkeypatch: pytest.MonkeyPatch, compiled: bool
+) -> None:
+    if not compiled:
+        monkeypatch.setattr(tokenization, "compiled_state", None)
+    request = start.open_request("POST /", owner="asgi")
+    assert request is not None
+    run = generation_run.GenerationRun(request, False, None, 1, 3)
+    run.iterations = 1
+    hook = Hook("decode")
+    decode = tokenization._wrap_decode(lambda ids: f"text of {ids}", hook)
+    token = request.attach()
+    generation_run.thread_state.run = run
+    try:
+        assert [decode(ids=number) for number in range(9)] == [f"text of {number}" for number in range(9)]
+    finally:
+        generation_run.thread_state.run = None
+        detach(token)
+        request.close()
+    assert run.detokenize_sample.tokens == detokenize_sample.SAMPLED_OUTPUTS and run.is_detokenizing_sampled
+    assert type(decode) is (native.CompiledHook if compiled else FunctionType) and hook.alive
 
 
 def test_limits_are_those_of_the_python_hooks() -> None:
