@@ -251,12 +251,12 @@ def test_custom_step_is_timed_until_launched(recording: Recording) -> None:
                 [request], prompt_tokens={request: 5} if not number else None, gpu=True
             ) as step:
                 step.launched()
-                time.sleep(0.06)
+                time.sleep(0.3)
     (record,) = recording.records()
     decode = record.find_stage("decode")
     assert decode is not None
     assert decode.attributes["infer.device.method"] == "host"  # without a device
-    assert decode.attributes["infer.device.steps"] == 1  # the host's clock times one step in 100 ms
+    assert decode.attributes["infer.device.steps"] == 1  # the host's clock times one step in 500 ms
     assert float(decode.attributes["infer.device.duration"]) < 0.02  # type: ignore[arg-type]
 
 
