@@ -85,7 +85,7 @@ def test_streamed_request_is_one_tree_below_the_caller(
     decode = next(span for span in spans if span["name"] == "decode")["attributes"]
     timed = decode.get("infer.device.method"), decode.get("infer.device.steps")
     # There is no device. Before 5.9 transformers has no hook for the launch of a step.
-    # The host's clock times one step in 100 ms.
+    # The host's clock times one step in 500 ms.
     assert timed == (None, None) or (timed[0] == "host" and 1 <= timed[1] < 7)
     assert not {"infer.device.bottleneck", "infer.device.clock_error"} & decode.keys()
     assert sum("gen_ai.usage.output_tokens" in span["attributes"] for span in spans) == 1

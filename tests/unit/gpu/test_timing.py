@@ -101,7 +101,7 @@ def test_without_device_lookup_is_retried_once_per_second(device: OnHostClock) -
     for _ in range(50):
         step(timing, device, work)
     assert len(lookups) == 1
-    assert len(work.host) == 1  # of the steps of 100 ms
+    assert len(work.host) == 1  # the first: the next is timed after 500 ms
     timing.thread.check_due_at = 0
     step(timing, device, work)
     assert len(lookups) == 2
