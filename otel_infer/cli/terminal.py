@@ -24,6 +24,7 @@ BARS = "▁▂▃▄▅▆▇█"
 PIPED_WIDTH = 10_000
 QUANTILES = (50, 95, 99)
 COLOURS = {
+    semconv.SPAN_ACCEPT: "blue",
     semconv.SPAN_INGRESS: "cyan",
     semconv.SPAN_TOKENIZE: "blue",
     semconv.SPAN_QUEUE: "yellow",

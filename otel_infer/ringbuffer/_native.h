@@ -160,6 +160,9 @@ typedef struct {
 /* Writes the end of a stage. Returns whether that is done; if not, without an exception, Python code must. */
 int write_stage(RequestState *self, int64_t at, PyObject *name, int64_t started_at, int64_t items);
 
+/* Records the stage `accept` of a request that waited in its socket until `called_at`. `cycle`: uvicorn's. */
+void record_socket_wait(RequestState *request, PyObject *cycle, int64_t called_at);
+
 /* Writes operation, provider and model (a tuple of three texts), unless they are unchanged. Returns as above. */
 int write_operation(RequestState *self, PyObject *names);
 
@@ -288,6 +291,7 @@ int add_hook_type(PyObject *module);
 int add_transformers_types(PyObject *module);
 int add_generation_types(PyObject *module);
 int add_lag_type(PyObject *module);
+int add_socket_functions(PyObject *module);
 int add_forward_types(PyObject *module);
 int add_context_types(PyObject *module);
 int add_type(PyObject *module, const char *name, PyType_Spec *spec);

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from otel_infer.semconv import spans
 
+CAUSE_SOCKET_QUEUE = "socket_queue"
 CAUSE_INGRESS = "ingress"
 CAUSE_TOKENIZE = "tokenize"
 CAUSE_MEDIA = "media"
@@ -78,8 +79,14 @@ class Cause(NamedTuple):
 
 CAUSE_TABLE = (
     Cause(
+        CAUSE_SOCKET_QUEUE, GROUP_PRE_ENGINE, "#6d9fd4",
+        "in the server's socket, not yet read by the server",
+        "keep blocking calls off the event loop: `def` instead of `async def`, or asyncio.to_thread; else add server processes",
+        stages=(spans.SPAN_ACCEPT,),
+    ),
+    Cause(
         CAUSE_INGRESS, GROUP_PRE_ENGINE, "#7fb2e5",
-        "from the first byte of the request until it is handed to the engine",
+        "from the server's call of the application until the request is handed to the engine",
         "make what runs before the engine faster or concurrent: body reads, look-ups, authentication",
         stages=(spans.SPAN_INGRESS,),
     ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 SCOPE = "otel_infer"
 SCHEMA_URL = "https://opentelemetry.io/schemas/1.44.0"
+SPAN_ACCEPT = "accept"
 SPAN_INGRESS = "ingress"
 SPAN_TOKENIZE = "tokenize"
 SPAN_QUEUE = "queue"
@@ -63,6 +64,7 @@ STAGE_DETOKENIZE = "detokenize"
 NESTED_STAGES = (SPAN_FETCH_MEDIA, SPAN_PREPARE_MEDIA, SPAN_GRAMMAR, SPAN_KV_TRANSFER, STAGE_DETOKENIZE)
 """Stages inside other stages: `tokenize`, `queue`, `postprocess`."""
 STAGES = (
+    SPAN_ACCEPT,
     SPAN_INGRESS,
     SPAN_TOKENIZE,
     SPAN_QUEUE,

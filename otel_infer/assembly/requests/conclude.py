@@ -31,6 +31,7 @@ __all__ = ["OpenRequest", "build_records", "build_unrecorded_end"]
 
 PREPARATION = frozenset(
     (
+        semconv.SPAN_ACCEPT,
         semconv.SPAN_INGRESS,
         semconv.SPAN_TOKENIZE,
         semconv.SPAN_FETCH_MEDIA,
@@ -123,7 +124,7 @@ def _new_record(request: OpenRequest) -> RequestRecord:
         provider=arrived.provider,
         model=arrived.model,
         engine=submitted.engine if submitted else "",
-        arrived_at=arrived.at,
+        arrived_at=request.arrived_at,
         ended_at=request.ended_at,
         wall_offset=arrived.wall_at - arrived.at,
         generative=not arrived.flags & events.NON_GENERATIVE,
@@ -303,7 +304,7 @@ def _is_redundant(record: RequestRecord) -> bool:
 
 def _has_worked(record: RequestRecord) -> bool:
     """Returns whether a request without a named operation did any work that an inference does."""
-    idle = PREPARATION if record.outcome == events.OK else (semconv.SPAN_INGRESS,)
+    idle = PREPARATION if record.outcome == events.OK else (semconv.SPAN_ACCEPT, semconv.SPAN_INGRESS)
     return record.steps is not None or any(stage.name not in idle for stage in record.stages)
 
 

@@ -52,6 +52,7 @@ class OpenRequest:
     fragments: list[tuple[int, int]] = field(default_factory=list)
     ended: ring_events.RequestEnded | None = None
     submitted: ring_events.RequestSubmitted | None = None
+    accepted_since: int = 0
     received_at: int = 0
     scheduled_at: int = 0
     token_reached_at: int = 0
@@ -93,8 +94,8 @@ class OpenRequest:
 
     @property
     def arrived_at(self) -> int:
-        """When its first byte arrived."""
-        return self.arrived.at
+        """When it arrived: in the server's socket, where that was measured, else at the application."""
+        return self.accepted_since or self.arrived.at
 
     @property
     def outcome(self) -> int:
@@ -260,6 +261,8 @@ class OpenRequest:
         self.cache[1:] = [event]  # the first and the last are stored
 
     def _add_stage(self, event: ring_events.StageEnded | ring_events.BytesMoved) -> None:
+        if event.stage == semconv.SPAN_ACCEPT and not self.stages:
+            self.accepted_since = min(event.started_at, self.arrived.at)
         if len(self.stages) < MAX_STAGES:
             self.stages.append(event)
 

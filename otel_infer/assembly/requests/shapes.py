@@ -20,9 +20,15 @@ MAX_PAUSES = 16
 """A request with more pauses is no ordinary one."""
 _NO_PARENT = bytes(8)
 _NOT_RECORDED = frozenset(
-    (semconv.SPAN_INGRESS, semconv.SPAN_POSTPROCESS, semconv.SPAN_PREFILL, semconv.SPAN_DECODE)
+    (
+        semconv.SPAN_ACCEPT,
+        semconv.SPAN_INGRESS,
+        semconv.SPAN_POSTPROCESS,
+        semconv.SPAN_PREFILL,
+        semconv.SPAN_DECODE,
+    )
 )
-"""Stages that follow from other events. A request that records one of them itself is not ordinary."""
+"""Stages that follow from other events, and `accept`. A request that records one of them itself is not ordinary."""
 
 
 class ShapedRequest(NamedTuple):

@@ -49,7 +49,7 @@ def build_stages(record: RequestRecord, request: OpenRequest, milestones: Milest
     """Returns all stages in the order in which they began. Recorded stages replace derived ones."""
     stages = _recorded_stages(record, request) if request.stages else []
     names = {stage.name for stage in stages}
-    later_starts = [stage.started_at for stage in stages]
+    later_starts = [stage.started_at for stage in stages if stage.name != semconv.SPAN_ACCEPT]
     if milestones.submitted_at or milestones.scheduled_at:
         later_starts += [at for at in (milestones.submitted_at, milestones.scheduled_at) if at]
     derived: list[tuple[str, Interval, DescribeStage | None]] = [
@@ -135,10 +135,11 @@ def _ingress_interval(
 ) -> Interval:
     if request.early_events_lost or not _is_http(record, request):
         return NO_INTERVAL
+    called_at = max(record.arrived_at, request.arrived.at)
     if later_starts:
-        return record.arrived_at, min(later_starts)
+        return called_at, min(later_starts)
     return (
-        (record.arrived_at, record.ended_at)
+        (called_at, record.ended_at)
         if milestones.is_failed and not milestones.has_token
         else NO_INTERVAL
     )

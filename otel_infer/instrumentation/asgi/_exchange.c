@@ -490,6 +490,7 @@ static Exchange *begin_plain(EntryPoint *self, PyObject *scope, PyObject *receiv
         exchange->is_followed = 1;
         exchange->tokens = attach_request(plain, exchange->request);
         if (exchange->tokens == NULL) exchange->tokens = take(plain->no_tokens);
+        record_socket_wait((RequestState *)exchange->request, connection, at);
         if (PyDict_SetItem(scope, plain->scope_key, (PyObject *)exchange)) PyErr_Clear();
         if (follow_connection(exchange)) exchange->is_followed = 0;
     }

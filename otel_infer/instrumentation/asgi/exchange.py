@@ -26,6 +26,7 @@ from otel_infer.instrumentation.asgi.parent_context import (
 from otel_infer.instrumentation.asgi.response import Response
 from otel_infer.instrumentation.asgi.route import encode_method_and_route
 from otel_infer.instrumentation.asgi.server_connection import UNKNOWN_CONNECTION, follow_connection
+from otel_infer.instrumentation.asgi.socket_wait import record_socket_wait
 from otel_infer.instrumentation.hooks.probe import Hook
 from otel_infer.ringbuffer import events
 from otel_infer.tracing import caller, context, request_span, start
@@ -98,6 +99,7 @@ class Exchange(Response):
                 request = _open_by_propagators(headers, name, ambient, at)
             self.request = request
             if request is not None:
+                record_socket_wait(request, self.server_send, at, _now())
                 if caller.caller_settings is not tenancy.NO_CALLER_SETTINGS:
                     caller.record_caller(request, headers, str(self.scope.get("path", "")))
                 return (request.attach(),)

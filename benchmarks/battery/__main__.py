@@ -1,0 +1,78 @@
+"""Draws faults on real servers and checks what `otel-infer explain` says of the tape alone.
+
+    python -m benchmarks.battery [--draws 6] [--servers NAME …] [--faults NAME …] [--again] [--sample N]
+
+A draw that was recorded is not run again; `--again` only explains the kept tapes anew. Exit status 1 if a bar is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+from benchmarks.battery.draw import explain_tape, run_draw
+from benchmarks.battery.faults import FAULTS
+from benchmarks.battery.servers import SERVERS
+from benchmarks.battery.table import is_right, print_table
+
+RESULTS = Path(__file__).resolve().parents[2] / "build" / "battery"
+
+
+def main() -> int:
+    """Runs the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.battery", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("--draws", type=int, default=6)
+    parser.add_argument("--servers", nargs="*", default=list(SERVERS), choices=list(SERVERS))
+    parser.add_argument("--faults", nargs="*", default=list(FAULTS), choices=list(FAULTS))
+    parser.add_argument("--again", action="store_true", help="explain the kept tapes, and run nothing")
+    parser.add_argument("--sample", type=int, default=0, help="so many cells at random, a draw each")
+    arguments = parser.parse_args()
+    outcomes = [
+        outcome
+        for server, fault, number in _plan(arguments)
+        if (outcome := _measure(server, fault, number, arguments.again)) is not None
+    ]
+    return print_table(outcomes)
+
+
+def _plan(arguments: argparse.Namespace) -> list[tuple[str, str, int]]:
+    cells = [
+        (server, fault)
+        for server in arguments.servers
+        for fault in arguments.faults
+        if server in FAULTS[fault].servers and SERVERS[server].can_run
+    ]
+    if arguments.sample:
+        return [(*cell, 0) for cell in random.sample(cells, min(arguments.sample, len(cells)))]
+    return [(*cell, number) for number in range(arguments.draws) for cell in cells]
+
+
+def _measure(server: str, fault: str, number: int, again: bool) -> dict[str, Any] | None:
+    """Returns the outcome of a draw; None if it is not recorded and `again` is set."""
+    folder = RESULTS / server / f"{fault.replace(', ', '-').replace(' ', '-')}-{number}"
+    client = folder / "client.json"
+    if not client.exists():
+        if again:
+            return None
+        client.write_text(json.dumps(run_draw(SERVERS[server], fault, number, folder)))
+    report = explain_tape(folder / "server.tape")
+    (folder / "explain.json").write_text(json.dumps(report))
+    right = is_right(fault, report["verdict"])
+    shown = ", ".join(f"{name} {share:.0%}" for name, share in list(report["causes"].items())[:4])
+    print(
+        f"{server} {fault} {number}: {report['verdict']} {'✓' if right else '✗'}  ({shown})",
+        file=sys.stderr,
+        flush=True,
+    )
+    return {"server": server, "fault": fault, "verdict": report["verdict"], "right": right}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

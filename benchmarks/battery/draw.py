@@ -1,0 +1,107 @@
+"""Runs one draw: a server under `otel-infer run --tape`, its load and its companions. Explains a tape."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks.battery import companions, faults
+from benchmarks.battery.load import Load
+from benchmarks.battery.servers import Server
+from benchmarks.whole.switched_server import find_free_port
+from otel_infer.cli.demo.command import wait_until_healthy
+from otel_infer.cli.demo.model import make_demo_model
+
+ROOT = Path(__file__).resolve().parents[2]
+READY_S, STOP_S = 240.0, 30.0
+VARIABLES = {
+    "OTEL_TRACES_EXPORTER": "none",
+    "OTEL_METRICS_EXPORTER": "none",
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+
+def run_draw(server: Server, fault: str, number: int, folder: Path) -> dict[str, Any]:
+    """Runs the draw and returns what the client measured. The tape is in `folder` afterwards."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rng = random.Random(f"{server.name} {fault} {number}")
+    case = faults.FAULTS[fault].draw(rng, server)
+    port, model = find_free_port(), make_model(server, folder.parents[1])
+    with contextlib.ExitStack() as stack:
+        mistakes = dict(case.mistakes)
+        if case.database_s:
+            database = stack.enter_context(companions.SlowDatabase(case.database_s))
+            mistakes["database_port"] = database.port
+        process = _start_server(server, case, folder, port, model, mistakes)
+        stack.callback(_stop_server, process)
+        if not wait_until_healthy(f"http://127.0.0.1:{port}", lambda: process.poll() is None, READY_S):
+            raise RuntimeError(f"{server.name} did not start, see {folder / 'server.log'}")
+        warm = [faults.TimedRequest(0.1 * i, 20, min(server.tokens[1], 8)) for i in range(4)]
+        Load(port, server.kind, model_name(server, model), warm).run()
+        time.sleep(0.5)
+        stack.enter_context(companions.run_hogs(case.hogs, case.niceness))
+        answers = Load(port, server.kind, model_name(server, model), case.requests).run()
+    return {"answers": [asdict(answer) for answer in answers], "mistakes": case.mistakes, "hogs": case.hogs}
+
+
+def model_name(server: Server, model: Path) -> str:
+    """Returns the model's name in a request."""
+    return "tiny" if server.name == "vllm" else str(model)
+
+
+def make_model(server: Server, folder: Path) -> Path:
+    """Returns the folder of the model, which is made once."""
+    if server.name == "embeddings":
+        path = folder / "model-bert"
+        if not path.exists():
+            from tests.support.tiny import make_encoder
+
+            make_encoder(path)
+        return path
+    path = folder / "model-llama"
+    return path if path.exists() else make_demo_model(path, layers=4, hidden=128)
+
+
+def _start_server(
+    server: Server, case: faults.Case, folder: Path, port: int, model: Path, mistakes: dict[str, Any]
+) -> subprocess.Popen[bytes]:
+    values = {"{port}": str(port), "{model}": str(model), "{mistakes}": json.dumps(mistakes)}
+    command = [values.get(part, part) for part in (*server.command, *case.arguments)]
+    run = [sys.executable, "-m", "otel_infer", "run", "--tape", str(folder / "server.tape"), "--"]
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("OTEL_")}
+    environ = {**kept, "PYTHONPATH": str(ROOT), **VARIABLES, **server.variables}
+    if case.log_kb_s:
+        process = subprocess.Popen([*run, *command], env=environ, stderr=subprocess.PIPE)
+        assert process.stderr is not None
+        companions.read_slowly(process.stderr, case.log_kb_s)
+        return process
+    with (folder / "server.log").open("wb") as log:
+        return subprocess.Popen([*run, *command], env=environ, stdout=log, stderr=log)
+
+
+def _stop_server(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(STOP_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def explain_tape(tape: Path) -> dict[str, Any]:
+    """Returns what `explain --json` reports about a tape, alone."""
+    command = [sys.executable, "-m", "otel_infer", "explain", str(tape), "--json", "--worst", "10000"]
+    done = subprocess.run(command, capture_output=True, check=True, cwd=ROOT)
+    report: dict[str, Any] = json.loads(done.stdout)
+    return report

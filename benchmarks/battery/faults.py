@@ -1,0 +1,187 @@
+"""The faults of the battery: what is done to a server, and the verdicts that are right for it.
+
+A fault that a server cannot have is not drawn for it. Severity, timing and lengths are random.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+from benchmarks.battery.load import TimedRequest, change_some, draw_requests
+from benchmarks.battery.servers import Server
+
+SECONDS = 14.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """A drawn fault. `mistakes`: of the server. `database_s`: delay of its database; 0 = none. `hogs`: other processes.
+
+    `niceness`: of the hogs. `log_kb_s`: how fast its log is read; 0 = it goes to a file. `arguments`: added to its command.
+    """
+
+    requests: list[TimedRequest]
+    mistakes: dict[str, Any] = field(default_factory=dict)
+    database_s: float = 0.0
+    hogs: int = 0
+    niceness: int = 0
+    log_kb_s: float = 0.0
+    arguments: tuple[str, ...] = ()
+
+
+class Fault(NamedTuple):
+    """A row: what is right to say of it, how it is drawn, and the servers that can have it."""
+
+    verdicts: tuple[str, ...]
+    draw: Callable[[random.Random, Server], Case]
+    servers: tuple[str, ...]
+
+
+def draw_usual(rng: random.Random, server: Server, factor: float = 1.0) -> list[TimedRequest]:
+    """Returns the load that the server bears, times a factor."""
+    return draw_requests(rng, SECONDS, server.rate * factor, server.tokens)
+
+
+def draw_nothing(rng: random.Random, server: Server) -> Case:
+    return Case(draw_usual(rng, server, rng.uniform(0.5, 1.0)))
+
+
+def draw_nothing_busy(rng: random.Random, server: Server) -> Case:
+    """A busy machine, whose other processes yield to the server."""
+    return Case(draw_usual(rng, server, rng.uniform(0.5, 1.0)), hogs=2, niceness=19)
+
+
+def draw_lock(rng: random.Random, server: Server) -> Case:
+    return Case(draw_usual(rng, server, rng.uniform(2.0, 3.0)), {"lock": True})
+
+
+def draw_semaphore(rng: random.Random, server: Server) -> Case:
+    return Case(draw_usual(rng, server, rng.uniform(2.0, 3.0)), {"semaphore": 1})
+
+
+def draw_blocked_loop(rng: random.Random, server: Server) -> Case:
+    if server.name == "generate-async":  # it blocks its loop itself
+        return Case(draw_usual(rng, server, rng.uniform(3.0, 5.0)))
+    mistakes = {"loop_ms": rng.uniform(150, 500), "loop_share": rng.uniform(0.15, 0.4)}
+    return Case(draw_usual(rng, server), mistakes)
+
+
+def draw_exhausted_pool(rng: random.Random, server: Server) -> Case:
+    if server.name == "embeddings":
+        case = draw_slow_database(rng, server)
+        requests = draw_usual(rng, server, 1.5)
+        return replace(case, requests=requests, database_s=rng.uniform(0.2, 0.3), mistakes={"workers": 2})
+    return Case(draw_usual(rng, server, rng.uniform(2.0, 3.0)), {"workers": 1})
+
+
+def draw_hogs(rng: random.Random, server: Server) -> Case:
+    return Case(draw_usual(rng, server), hogs=rng.randint(4, 8))
+
+
+def draw_busy_threads(rng: random.Random, server: Server) -> Case:
+    return Case(draw_usual(rng, server), {"busy_threads": rng.randint(4, 8)})
+
+
+def draw_slow_end(rng: random.Random, server: Server) -> Case:
+    mistakes = {"after_ms": rng.uniform(300, 800), "after_share": rng.uniform(0.15, 0.3)}
+    return Case(draw_usual(rng, server), mistakes)
+
+
+def draw_slow_reader(rng: random.Random, server: Server) -> Case:
+    requests = [replace(request, padding=100_000) for request in draw_usual(rng, server)]
+    return Case(change_some(rng, requests, rng.uniform(0.15, 0.3), reads_kb_s=rng.uniform(500, 1500)))
+
+
+def draw_slow_database(rng: random.Random, server: Server) -> Case:
+    return Case(draw_usual(rng, server), {"database_port": -1}, database_s=rng.uniform(0.2, 0.6))
+
+
+def draw_retry_storm(rng: random.Random, server: Server) -> Case:
+    requests = draw_usual(rng, server, rng.uniform(3.0, 4.0))
+    tokens = 4 if server.kind != "embeddings" else 1
+    return Case(
+        [
+            replace(request, tokens=request.tokens * tokens, deadline_s=rng.uniform(0.8, 1.5), retries=3)
+            for request in requests
+        ]
+    )
+
+
+def draw_gc_storm(rng: random.Random, server: Server) -> Case:
+    mistakes = {"gc_objects": rng.randint(1_000_000, 2_000_000), "gc_every_ms": rng.uniform(600, 1200)}
+    return Case(draw_usual(rng, server), mistakes)
+
+
+def draw_memory_pressure(rng: random.Random, server: Server) -> Case:
+    mistakes = {"fresh_mb": rng.randint(100, 200), "fresh_share": rng.uniform(0.15, 0.3)}
+    return Case(draw_usual(rng, server), mistakes)
+
+
+def draw_slow_log(rng: random.Random, server: Server) -> Case:
+    return Case(
+        draw_usual(rng, server), {"log_bytes": 20_000}, log_kb_s=20 * server.rate * rng.uniform(1.0, 1.3)
+    )
+
+
+def draw_long_prompts(rng: random.Random, server: Server) -> Case:
+    words = rng.randint(1000, 1400)
+    return Case(change_some(rng, draw_usual(rng, server, 0.4), rng.uniform(0.15, 0.3), words=words))
+
+
+def draw_burst(rng: random.Random, server: Server) -> Case:
+    requests = draw_usual(rng, server, 0.5)
+    at = SECONDS * rng.uniform(0.4, 0.6)
+    size = rng.randint(25, 40)
+    burst = draw_requests(rng, 1.0, size, server.tokens)[:size]
+    return Case(requests + [replace(request, at=at + request.at) for request in burst])
+
+
+def draw_heavy_among_light(rng: random.Random, server: Server) -> Case:
+    light = draw_requests(rng, SECONDS, server.rate, (4, 10))
+    heavy = [
+        TimedRequest(1.0 + 4.0 * turn + rng.uniform(0, 0.1), 40, rng.randint(250, 350))
+        for turn in range(3)
+        for _ in range(8)
+    ]
+    return Case(light + heavy, arguments=("--max-num-seqs", "4") if server.name == "vllm" else ())
+
+
+def draw_full_cache(rng: random.Random, server: Server) -> Case:
+    """So many long sequences that the KV cache has no room for all of them."""
+    requests = draw_requests(rng, SECONDS, server.rate, (150, 300), (60, 120))
+    return Case(requests, arguments=("--num-gpu-blocks-override", "40", "--max-model-len", "512"))
+
+
+PROGRAMS = ("generate-threads", "generate-async", "embeddings")
+STREAMS = ("generate-threads", "transformers-serve", "vllm")
+ENGINES = ("transformers-serve", "vllm")
+ALL = (*PROGRAMS, *ENGINES)
+WAITS = ("queueing", "peak", "head_of_line_blocking")
+
+FAULTS = {
+    "nothing": Fault(("healthy",), draw_nothing, ALL),
+    "nothing, busy machine": Fault(("healthy", "not_enough_cpu"), draw_nothing_busy, ALL),
+    "lock": Fault(WAITS, draw_lock, PROGRAMS),
+    "semaphore": Fault(WAITS, draw_semaphore, PROGRAMS),
+    "blocked loop": Fault(("pre_engine", "stutter"), draw_blocked_loop, PROGRAMS),
+    "exhausted pool": Fault(WAITS, draw_exhausted_pool, ("generate-threads", "embeddings")),
+    "hogs": Fault(("not_enough_cpu",), draw_hogs, ALL),
+    "busy threads": Fault(("not_enough_cpu",), draw_busy_threads, PROGRAMS),
+    "slow end": Fault(("late_end",), draw_slow_end, PROGRAMS),
+    "slow reader": Fault(("slow_reader",), draw_slow_reader, ("generate-threads",)),
+    "slow database": Fault(("pre_engine",), draw_slow_database, PROGRAMS),
+    "retry storm": Fault(("abandoned_work",), draw_retry_storm, ("generate-threads", "generate-async")),
+    "gc storm": Fault(("stutter",), draw_gc_storm, PROGRAMS),
+    "memory pressure": Fault(("stutter", "pre_engine"), draw_memory_pressure, PROGRAMS),
+    "slow log": Fault(("pre_engine", "stutter"), draw_slow_log, PROGRAMS),
+    "long prompts": Fault(("prefill",), draw_long_prompts, ALL),
+    "burst": Fault(("peak", "too_many_at_once"), draw_burst, ALL),
+    "heavy among light": Fault(
+        ("head_of_line_blocking", "too_many_at_once"), draw_heavy_among_light, STREAMS
+    ),
+    "full cache": Fault(("queueing", "stutter"), draw_full_cache, ("vllm",)),
+}
+"""By name. `pre_engine` and `stutter` are both right where a blocked loop delays first tokens and later ones."""

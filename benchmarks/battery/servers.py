@@ -1,0 +1,77 @@
+"""The servers of the battery: their commands, and the load that they bear without a fault."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from dataclasses import dataclass, field
+
+PROGRAMS = "benchmarks.battery.programs"
+VLLM_VARIABLES = {"VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_HOST_IP": "127.0.0.1"}
+
+
+@dataclass(frozen=True)
+class Server:
+    """A server. `{port}`, `{model}` and `{mistakes}` in the command are replaced; `rate`: requests/s that it bears.
+
+    `kind`: of its load. `tokens`: output tokens of a usual request. `needs`: the module without which it can't run.
+    """
+
+    name: str
+    title: str
+    command: tuple[str, ...]
+    kind: str
+    rate: float
+    tokens: tuple[int, int] = (1, 1)
+    needs: str = "transformers"
+    variables: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def has_mistakes(self) -> bool:
+        """Whether the server is a program of ours, which can have mistakes in its code."""
+        return "{mistakes}" in self.command
+
+    @property
+    def can_run(self) -> bool:
+        """Whether this Python environment has what the server needs."""
+        return importlib.util.find_spec(self.needs) is not None
+
+
+def _run_program(name: str) -> tuple[str, ...]:
+    return (sys.executable, "-m", f"{PROGRAMS}.{name}", "{port}", "{model}", "{mistakes}")
+
+
+TRANSFORMERS = (sys.executable, "-c", "from transformers.cli.transformers import main; main()")
+SERVE = "serve {model} --host 127.0.0.1 --port {port} --continuous-batching --device cpu --cb-num-blocks 256"
+VLLM = (sys.executable, "-m", "vllm.entrypoints.openai.api_server")
+VLLM_OPTIONS = (
+    "--model {model} --served-model-name tiny --host 127.0.0.1 --port {port} --dtype float32 --max-model-len 2048 "
+    "--max-num-seqs 8 --enforce-eager"
+)
+
+SERVERS = {
+    server.name: server
+    for server in (
+        Server(
+            "generate-threads", "FastAPI, generate in threads", _run_program("generate_threads"),
+            "chat-stream", 3.0, (16, 40), "fastapi",
+        ),
+        Server(
+            "generate-async", "FastAPI, generate in async def", _run_program("generate_async"),
+            "chat", 2.0, (16, 40), "fastapi",
+        ),
+        Server(
+            "transformers-serve", "transformers serve, continuous batching", (*TRANSFORMERS, *SERVE.split()),
+            "chat-stream", 4.0, (16, 40),
+        ),
+        Server(
+            "vllm", "vLLM on a CPU", (*VLLM, *VLLM_OPTIONS.split()),
+            "chat-stream", 4.0, (16, 40), "vllm", VLLM_VARIABLES,
+        ),
+        Server(
+            "embeddings", "FastAPI, sentence-transformers", _run_program("embeddings"),
+            "embeddings", 10.0, needs="sentence_transformers",
+        ),
+    )
+}  # fmt: skip
+"""By name."""

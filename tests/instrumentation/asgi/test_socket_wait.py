@@ -1,0 +1,156 @@
+"""Requests that wait in the socket while the event loop is blocked: their stage `accept`."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from otel_infer.instrumentation.asgi import socket_wait
+from otel_infer.ringbuffer import events
+from tests.instrumentation.asgi.test_servers import (
+    Connection,
+    ended,
+    hooked,
+    record_of,
+    serve,
+    serve_hypercorn,
+    until,
+)
+from tests.unit.instrumentation.asgi.test_asgi import Seen, Watched, watched
+
+pytestmark = pytest.mark.skipif(
+    not hasattr(socket, "TCP_INFO"), reason="the kernel does not report when bytes arrived (Linux only)"
+)
+__all__ = ["hooked", "serve", "serve_hypercorn", "watched"]
+
+BLOCKED_S, SENT_AFTER_S = 0.4, 0.1
+TICK_NS = 8_000_000
+
+
+class BlockingApp:
+    """Blocks its event loop in POST /block."""
+
+    def __init__(self) -> None:
+        self.is_blocked = threading.Event()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            return
+        if scope["path"] == "/block":
+            self.is_blocked.set()
+            time.sleep(BLOCKED_S)
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"done"})
+
+
+def send_while_blocked(port: int, app: BlockingApp, waiting: Connection | None = None) -> float:
+    """Sends a request while another one blocks the loop; returns how long it took, ns."""
+    Connection(port).send_request("/warm").read_until(b"done")
+    blocking = Connection(port).send_request("/block")
+    assert app.is_blocked.wait(5)
+    time.sleep(SENT_AFTER_S)
+    sent_at = time.perf_counter_ns()
+    waiting = waiting or Connection(port)
+    waiting.send_request("/wait").read_until(b"done")
+    took = time.perf_counter_ns() - sent_at
+    blocking.read_until(b"done")
+    return took
+
+
+def find_accepts(seen: Seen) -> list[events.StageEnded]:
+    return [event for event in seen.every(events.StageEnded) if event.stage == "accept"]
+
+
+def assert_waited(watched: Watched, took: float) -> None:
+    """Asserts that the last request to arrive waited as long as the loop was blocked, and that no other did."""
+    *others, waited = ended(watched, 3)
+    assert not [accept for seen in others for accept in find_accepts(seen)]
+    (accept,) = find_accepts(waited)
+    expected = (BLOCKED_S - SENT_AFTER_S) * 1e9
+    assert expected / 2 < accept.at - accept.started_at <= took + TICK_NS
+    record = record_of(waited)
+    assert record.arrived_at == accept.started_at
+    assert [stage.name for stage in record.stages][:1] == ["accept"]
+    assert expected / 2 < record.duration_ns <= took + TICK_NS
+
+
+@pytest.mark.parametrize("http", ["h11", "httptools"])
+@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+def test_uvicorn_request_waited_in_its_socket(
+    serve: Callable[..., int], watched: Watched, http: str, loop: str
+) -> None:
+    pytest.importorskip(http, reason=f"{http} is not installed")
+    pytest.importorskip(loop, reason=f"{loop} is not installed")
+    app = BlockingApp()
+    assert_waited(watched, send_while_blocked(serve(app, http=http, loop=loop), app))
+
+
+def test_hypercorn_request_waited_in_its_socket(
+    serve_hypercorn: Callable[[Any], int], watched: Watched
+) -> None:
+    app = BlockingApp()
+    assert_waited(watched, send_while_blocked(serve_hypercorn(app), app))
+
+
+def test_kept_connection_waited_in_its_socket(serve: Callable[..., int], watched: Watched) -> None:
+    """The bytes of an earlier request on the connection do not count."""
+    app = BlockingApp()
+    port = serve(app)
+    kept = Connection(port).send_request("/first")
+    kept.read_until(b"done")
+    took = send_while_blocked(port, app, kept)
+    (accept,) = find_accepts(ended(watched, 4)[-1])
+    assert (BLOCKED_S - SENT_AFTER_S) * 5e8 < accept.at - accept.started_at <= took + TICK_NS
+
+
+def test_request_of_python_code_waited_in_its_socket(
+    serve: Callable[..., int], watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the compiled module, the wait is the same."""
+    monkeypatch.setattr(socket_wait, "native", None)
+    monkeypatch.setattr("otel_infer.instrumentation.asgi.plain_requests._plain", None)
+    app = BlockingApp()
+    assert_waited(watched, send_while_blocked(serve(app), app))
+
+
+def test_unix_socket_has_no_accept_stage(
+    serve: Callable[..., int], watched: Watched, tmp_path: Path
+) -> None:
+    """The kernel reports it for TCP only."""
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "socket"))
+        with socket.socket(socket.AF_UNIX) as client:
+            listener.listen()
+            client.connect(str(tmp_path / "socket"))
+            server, _ = listener.accept()
+            with server:
+                client.sendall(b"x")
+                time.sleep(0.02)
+                transport = SimpleNamespace(get_extra_info=lambda name: server)
+                assert socket_wait.read_socket_wait(transport) == 0
+
+
+def test_closed_transport_has_no_wait() -> None:
+    assert socket_wait.read_socket_wait(SimpleNamespace(get_extra_info=lambda name: None)) == 0
+
+
+@pytest.mark.parametrize("is_native", [True, False])
+def test_wait_is_known_to_a_tick_of_the_kernel(is_native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not is_native:
+        monkeypatch.setattr(socket_wait, "native", None)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        with socket.create_connection(listener.getsockname()) as client:
+            client.sendall(b"x")
+            time.sleep(0.1)
+            server, _ = listener.accept()
+            with server:
+                transport = SimpleNamespace(get_extra_info=lambda name: server)
+                assert socket_wait.read_socket_wait(transport) > 100e6 - TICK_NS
+                assert server.recv(1) == b"x"  # the descriptor stays open
