@@ -19,6 +19,7 @@ ENTRY_POINT_GROUP = "otel_infer_instrumentor"
 BUILTIN = {
     "asgi": "asgi",
     "threading": "threading",
+    "waits": "waits",
     "gc": "garbage_collector",
     "transformers": "transformers",
     "vllm": "vllm",

@@ -122,6 +122,17 @@ SEND_WAIT = "infer.send.wait"
 DETOKENIZE_DURATION = "infer.detokenize.duration"
 RESPONSE_CHUNKS = "infer.response.chunks"
 ITEMS = "infer.items"
+POOL_SIZE = "infer.pool.size"
+"""Threads of the pool that a request waited for."""
+WAIT_KIND = "infer.wait.kind"
+"""Class of the object that a request waited for; one of `WAIT_KINDS`."""
+WAIT_KINDS = (
+    "asyncio.Lock",
+    "asyncio.Semaphore",
+    "asyncio.Condition",
+    "threading.Semaphore",
+    "threading.Condition",
+)
 STEP_ID = "infer.step.id"
 STEP_KIND = "infer.step.kind"
 STEP_TOKENS = "infer.step.tokens"

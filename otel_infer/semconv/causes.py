@@ -18,6 +18,8 @@ CAUSE_TOKENIZE = "tokenize"
 CAUSE_MEDIA = "media"
 CAUSE_HIDDEN_QUEUE = "hidden_queue"
 CAUSE_SCHEDULER_QUEUE = "scheduler_queue"
+CAUSE_POOL_QUEUE = "pool_queue"
+CAUSE_LOCK_QUEUE = "lock_queue"
 CAUSE_GRAMMAR = "grammar"
 CAUSE_KV_TRANSFER = "kv_transfer"
 CAUSE_PREFILL = "prefill"
@@ -111,6 +113,18 @@ CAUSE_TABLE = (
         CAUSE_SCHEDULER_QUEUE, GROUP_QUEUE, "#e8b931",
         "in the scheduler's queue",
         stages=(spans.SPAN_QUEUE,),
+    ),
+    Cause(
+        CAUSE_POOL_QUEUE, GROUP_QUEUE, "#f0c95a",
+        "waited for a thread of a pool",
+        "fewer blocking calls in the pool, or more threads if they only wait (anyio: current_default_thread_limiter().total_tokens)",
+        stages=(spans.SPAN_POOL_WAIT,),
+    ),
+    Cause(
+        CAUSE_LOCK_QUEUE, GROUP_QUEUE, "#f7dc92",
+        "waited for a lock, a semaphore or a condition of the application",
+        "batch the requests that the lock lets through one by one, hold it for less, or add server processes",
+        stages=(spans.SPAN_LOCK_WAIT,),
     ),
     Cause(
         CAUSE_GRAMMAR, GROUP_PRE_ENGINE, "#d9c069",

@@ -6,6 +6,8 @@ SCOPE = "otel_infer"
 SCHEMA_URL = "https://opentelemetry.io/schemas/1.44.0"
 SPAN_ACCEPT = "accept"
 SPAN_INGRESS = "ingress"
+SPAN_POOL_WAIT = "pool wait"
+SPAN_LOCK_WAIT = "lock wait"
 SPAN_TOKENIZE = "tokenize"
 SPAN_QUEUE = "queue"
 SPAN_FETCH_MEDIA = "fetch media"
@@ -61,8 +63,17 @@ EVENT_IMPORTED = "infer.imported"
 SPAN_HTTP = "HTTP"
 STAGE_DETOKENIZE = "detokenize"
 """No span: a part of `postprocess`, and a stage of the metrics."""
-NESTED_STAGES = (SPAN_FETCH_MEDIA, SPAN_PREPARE_MEDIA, SPAN_GRAMMAR, SPAN_KV_TRANSFER, STAGE_DETOKENIZE)
-"""Stages inside other stages: `tokenize`, `queue`, `postprocess`."""
+WAIT_STAGES = (SPAN_POOL_WAIT, SPAN_LOCK_WAIT)
+"""Waits of a request for a thread or a lock, before its first token. They lie inside other stages or between them."""
+NESTED_STAGES = (
+    *WAIT_STAGES,
+    SPAN_FETCH_MEDIA,
+    SPAN_PREPARE_MEDIA,
+    SPAN_GRAMMAR,
+    SPAN_KV_TRANSFER,
+    STAGE_DETOKENIZE,
+)
+"""Stages inside other stages: `ingress`, `tokenize`, `queue`, `postprocess`."""
 STAGES = (
     SPAN_ACCEPT,
     SPAN_INGRESS,

@@ -32,6 +32,7 @@ __all__ = ["OpenRequest", "build_records", "build_unrecorded_end"]
 PREPARATION = frozenset(
     (
         semconv.SPAN_ACCEPT,
+        *semconv.WAIT_STAGES,
         semconv.SPAN_INGRESS,
         semconv.SPAN_TOKENIZE,
         semconv.SPAN_FETCH_MEDIA,
@@ -41,6 +42,7 @@ PREPARATION = frozenset(
     )
 )
 """Stages that alone are no inference: `POST /tokenize` has some of them too."""
+_BEFORE_WORK = frozenset((semconv.SPAN_ACCEPT, *semconv.WAIT_STAGES, semconv.SPAN_INGRESS))
 _MODEL_STAGES = frozenset((semconv.SPAN_FORWARD, semconv.SPAN_DECODE, semconv.SPAN_PREFILL))
 MAX_STEPS_AFTER_END = 1024
 """Steps that may begin between the end of a request and its conclusion."""
@@ -304,7 +306,7 @@ def _is_redundant(record: RequestRecord) -> bool:
 
 def _has_worked(record: RequestRecord) -> bool:
     """Returns whether a request without a named operation did any work that an inference does."""
-    idle = PREPARATION if record.outcome == events.OK else (semconv.SPAN_ACCEPT, semconv.SPAN_INGRESS)
+    idle = PREPARATION if record.outcome == events.OK else _BEFORE_WORK
     return record.steps is not None or any(stage.name not in idle for stage in record.stages)
 
 

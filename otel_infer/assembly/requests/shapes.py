@@ -22,13 +22,14 @@ _NO_PARENT = bytes(8)
 _NOT_RECORDED = frozenset(
     (
         semconv.SPAN_ACCEPT,
+        *semconv.WAIT_STAGES,
         semconv.SPAN_INGRESS,
         semconv.SPAN_POSTPROCESS,
         semconv.SPAN_PREFILL,
         semconv.SPAN_DECODE,
     )
 )
-"""Stages that follow from other events, and `accept`. A request that records one of them itself is not ordinary."""
+"""Stages that follow from other events, and waits. A request that records one of them itself is not ordinary."""
 
 
 class ShapedRequest(NamedTuple):

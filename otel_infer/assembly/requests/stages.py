@@ -21,6 +21,7 @@ Attributes = dict[str, events.Value]
 Interval = tuple[int, int]
 DescribeStage = Callable[[OpenRequest, int, int], Attributes]
 NO_INTERVAL: Interval = (0, 0)
+_WAITS = frozenset((semconv.SPAN_ACCEPT, *semconv.WAIT_STAGES))
 
 
 class Milestones(NamedTuple):
@@ -49,7 +50,7 @@ def build_stages(record: RequestRecord, request: OpenRequest, milestones: Milest
     """Returns all stages in the order in which they began. Recorded stages replace derived ones."""
     stages = _recorded_stages(record, request) if request.stages else []
     names = {stage.name for stage in stages}
-    later_starts = [stage.started_at for stage in stages if stage.name != semconv.SPAN_ACCEPT]
+    later_starts = [stage.started_at for stage in stages if stage.name not in _WAITS]
     if milestones.submitted_at or milestones.scheduled_at:
         later_starts += [at for at in (milestones.submitted_at, milestones.scheduled_at) if at]
     derived: list[tuple[str, Interval, DescribeStage | None]] = [
@@ -116,9 +117,19 @@ def _recorded_stages(record: RequestRecord, request: OpenRequest) -> list[Stage]
 
 def _recorded_attributes(event: events.StageEnded | events.BytesMoved) -> Attributes:
     if isinstance(event, events.StageEnded):
-        return {semconv.ITEMS: event.items} if event.items > 0 else {}
+        return _describe_items(event)
     pinned = {} if event.pinned == events.PINNED_UNKNOWN else {semconv.TRANSFER_PINNED: bool(event.pinned)}
     return {semconv.TRANSFER_SIZE: event.size, **pinned}
+
+
+def _describe_items(event: events.StageEnded) -> Attributes:
+    if event.items <= 0:
+        return {}
+    if event.stage == semconv.SPAN_POOL_WAIT:
+        return {semconv.POOL_SIZE: event.items}
+    if event.stage == semconv.SPAN_LOCK_WAIT:
+        return {semconv.WAIT_KIND: semconv.WAIT_KINDS[event.items - 1]}
+    return {semconv.ITEMS: event.items}
 
 
 def _is_http(record: RequestRecord, request: OpenRequest) -> bool:

@@ -22,7 +22,9 @@ from otel_infer.ringbuffer.events import ABORTED, ERROR, Value, make_tuple
 
 SERVER, INTERNAL = 2, 1
 STATUS_UNSET, STATUS_ERROR = 0, 2
-_EDGE_STAGES = (semconv.SPAN_ACCEPT, semconv.SPAN_INGRESS, semconv.SPAN_POSTPROCESS)
+_EDGE_STAGES = frozenset(
+    (semconv.SPAN_ACCEPT, *semconv.WAIT_STAGES, semconv.SPAN_INGRESS, semconv.SPAN_POSTPROCESS)
+)
 _UNKNOWN_METHOD = "HTTP"
 """Name of an unknown HTTP method in the conventions."""
 _HOST_CLOCK, _NO_SHARED = SharedAttributes({semconv.CLOCK: semconv.CLOCK_HOST}), SharedAttributes()

@@ -1,0 +1,157 @@
+"""Records what a request waited for before its first token: a thread of a pool, a semaphore, a lock, a condition.
+
+    anyio.to_thread.run_sync, ThreadPoolExecutor.submit ──▶ `pool wait`, until a thread begins the call
+    asyncio's Lock, Semaphore, Condition                ──▶ `lock wait`, if it could not be had at once
+    threading's Semaphore, Condition                    ──▶ `lock wait`, likewise; a `threading.Lock` is C
+
+Waits under 5 ms are not recorded. A wait of asyncio's or the standard library's own, inside of a queue or a future, is
+none of these: what it waits for is another function's work.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from otel_infer import _clock, semconv
+from otel_infer.instrumentation.hooks.context_hooks import compile_thread_work
+from otel_infer.instrumentation.hooks.instrumentor import Instrumentor
+from otel_infer.instrumentation.hooks.probe import Hook, WrapperFactory
+from otel_infer.ringbuffer import events
+from otel_infer.tracing import start
+from otel_infer.tracing.request_span import RequestSpan
+
+MIN_WAIT_NS = 5_000_000
+_LIBRARY_MODULES = frozenset(
+    ("threading", "queue", "concurrent.futures._base", "concurrent.futures.thread", "multiprocessing.pool")
+)
+
+instrumentor = Instrumentor("waits", "python", ("threading",))
+
+
+def find_waiting_request() -> RequestSpan | None:
+    """Returns the current request if it has no token yet; None otherwise."""
+    request = start.current_request()
+    return None if request is None or request.tokens_reached or request.responding else request
+
+
+class PooledCall:
+    """A call that waits for a thread of a pool of so many threads. Its start ends the wait."""
+
+    __slots__ = ("_call", "_request", "_size", "_submitted_at")
+
+    def __init__(self, request: RequestSpan, size: int, call: Callable[..., Any]) -> None:
+        self._request, self._size, self._call = request, size, call
+        self._submitted_at = _clock.now()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        _record_wait(self._request, semconv.SPAN_POOL_WAIT, self._submitted_at, self._size)
+        return self._call(*args, **kwargs)
+
+
+def _record_wait(request: RequestSpan, stage: str, began_at: int, items: int) -> None:
+    now = _clock.now()
+    if now - began_at >= MIN_WAIT_NS and not request.ended:
+        request.record_event(events.StageEnded(now, began_at, stage, items))
+
+
+@instrumentor.patch_hot_path("anyio.to_thread:run_sync", optional=True, part="anyio")
+def _patch_run_sync(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+    def run_sync(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if hook.alive:
+            try:
+                request = find_waiting_request()
+                if request is not None:
+                    func = PooledCall(request, _count_tokens(kwargs.get("limiter")), func)
+            except Exception as exc:
+                hook.mark_failed(exc)
+        return original(func, *args, **kwargs)
+
+    return compile_thread_work(original, hook, run_sync)
+
+
+def _count_tokens(limiter: Any) -> int:
+    """Returns the number of threads that anyio's limiter allows; 0 if it has no limit."""
+    from anyio.to_thread import current_default_thread_limiter
+
+    total = (limiter or current_default_thread_limiter()).total_tokens
+    return int(total) if total < events.MAX_COUNT else 0
+
+
+# ── locks ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _patch_coroutine(kind: str, is_free: Callable[[Any], bool]) -> WrapperFactory:
+    """Returns a factory for `acquire` or `wait` of asyncio. `is_free`: whether an object can be had at once."""
+    number = semconv.WAIT_KINDS.index(kind) + 1
+
+    def make_wrapper(original: Callable[..., Awaitable[Any]], hook: Hook) -> Callable[..., Awaitable[Any]]:
+        async def wait_and_record(self: Any, request: RequestSpan) -> Any:
+            began_at = _clock.now()
+            try:
+                return await original(self)
+            finally:
+                _record_wait(request, semconv.SPAN_LOCK_WAIT, began_at, number)
+
+        def acquire(self: Any) -> Awaitable[Any]:
+            if hook.alive and not is_free(self):
+                try:
+                    request = find_waiting_request()
+                except Exception as exc:
+                    hook.mark_failed(exc)
+                    return original(self)
+                if request is not None:
+                    return wait_and_record(self, request)
+            return original(self)
+
+        return acquire
+
+    return make_wrapper
+
+
+def _patch_blocking(kind: str, is_free: Callable[[Any], bool]) -> WrapperFactory:
+    """Returns a factory for `acquire` or `wait` of threading."""
+    number = semconv.WAIT_KINDS.index(kind) + 1
+
+    def make_wrapper(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+        def acquire(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if is_free(self) or not hook.alive:
+                return original(self, *args, **kwargs)
+            request = find_waiting_request()
+            if request is None or _is_called_by_library(sys._getframe(1)):
+                return original(self, *args, **kwargs)
+            began_at = _clock.now()
+            try:
+                return original(self, *args, **kwargs)
+            finally:
+                _record_wait(request, semconv.SPAN_LOCK_WAIT, began_at, number)
+
+        return compile_thread_work(original, hook, acquire)
+
+    return make_wrapper
+
+
+def _is_called_by_library(frame: Any) -> bool:
+    """Returns whether the caller is Python's own code, such as a queue or a future. `with` calls it by `__enter__`."""
+    if frame.f_code.co_name in ("__enter__", "wait_for"):
+        frame = frame.f_back
+    return frame is None or frame.f_globals.get("__name__") in _LIBRARY_MODULES
+
+
+def _never(_: Any) -> bool:
+    return False
+
+
+for _target, _wrap in (
+    ("asyncio.locks:Lock.acquire", _patch_coroutine("asyncio.Lock", lambda lock: not lock.locked())),
+    ("asyncio.locks:Semaphore.acquire", _patch_coroutine("asyncio.Semaphore", lambda free: not free.locked())),
+    ("asyncio.locks:Condition.wait", _patch_coroutine("asyncio.Condition", _never)),
+):
+    instrumentor.patch_hot_path(_target, optional=True, part="asyncio")(_wrap)
+for _target, _wrap in (
+    ("threading:Semaphore.acquire", _patch_blocking("threading.Semaphore", lambda free: free._value > 0)),
+    ("threading:Semaphore.__enter__", _patch_blocking("threading.Semaphore", lambda free: free._value > 0)),
+    ("threading:Condition.wait", _patch_blocking("threading.Condition", _never)),
+):
+    instrumentor.patch_hot_path(_target, optional=True, part="threads")(_wrap)
