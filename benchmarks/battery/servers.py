@@ -54,7 +54,7 @@ SERVERS = {
     for server in (
         Server(
             "generate-threads", "FastAPI, generate in threads", _run_program("generate_threads"),
-            "chat-stream", 3.0, (16, 40), "fastapi",
+            "chat-stream", 2.0, (16, 40), "fastapi",
         ),
         Server(
             "generate-async", "FastAPI, generate in async def", _run_program("generate_async"),

@@ -1,16 +1,18 @@
 """Stores the latest state of each process: active hooks, requests that its scheduler holds back, HTTP requests
-without a span, its end. Pure.
+without a span, its end, and who uses its CPUs. Pure.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from typing import Any
 
 from otel_infer.ringbuffer import events
 
 SERVER_ROLE = "server"
 """The role of a process that receives requests; others are started by it."""
+MAX_CPU_READINGS = 7200
+"""Readings that are remembered, one per second."""
 
 
 class ProcessState:
@@ -20,6 +22,7 @@ class ProcessState:
         self.hooks: dict[tuple[int, str], tuple[int, int]] = {}
         self._waiting: dict[tuple[int, str], int] = {}
         self._untraced: list[events.HttpServed] = []
+        self.cpu_usage: deque[events.CpuSeen] = deque(maxlen=MAX_CPU_READINGS)
         self._has_left: dict[int, bool] = {}
         self._last_left = False
         self.stop_requested = False
@@ -58,6 +61,10 @@ class ProcessState:
         for (_, reason), requests in self._waiting.items():
             counts[reason] += requests
         return counts
+
+    def add_cpu_usage(self, ring: int, handle: int, event: events.CpuSeen) -> None:
+        """Adds a reading of who uses the CPUs."""
+        self.cpu_usage.append(event)
 
     def add_untraced(self, event: events.HttpServed) -> None:
         """Adds an HTTP request that has no span."""

@@ -9,6 +9,10 @@ SYMPTOM_STUTTER = "stutter"
 SYMPTOM_PEAK = "peak"
 SYMPTOM_HEAD_OF_LINE_BLOCKING = "head_of_line_blocking"
 SYMPTOM_BATCHING = "batching"
+SYMPTOM_LATE_END = "late_end"
+SYMPTOM_SLOW_READER = "slow_reader"
+SYMPTOM_NOT_ENOUGH_CPU = "not_enough_cpu"
+SYMPTOM_TOO_MANY_AT_ONCE = "too_many_at_once"
 
 COMPLAINTS = {
     SYMPTOM_PRE_ENGINE: "slow even for tiny prompts",
@@ -18,5 +22,9 @@ COMPLAINTS = {
     SYMPTOM_PEAK: "explodes at peak hours",
     SYMPTOM_HEAD_OF_LINE_BLOCKING: "big customers slow down small ones",
     SYMPTOM_BATCHING: "cheap batch mode is fine, live is slow",
+    SYMPTOM_LATE_END: "the answer is there, but the request does not end",
+    SYMPTOM_SLOW_READER: "some clients receive slowly",
+    SYMPTOM_NOT_ENOUGH_CPU: "everything is slow at times",
+    SYMPTOM_TOO_MANY_AT_ONCE: "one user is fast, many are slow",
 }
 """What users report, by symptom. Diagnosis and alerts quote it."""

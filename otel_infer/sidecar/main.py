@@ -39,6 +39,7 @@ from otel_infer.sidecar.malloc import MallocTrimmer, fill_numpy_cache, use_singl
 from otel_infer.sidecar.notices import READ_S, RefusalReporter, write_notices
 from otel_infer.sidecar.pipeline import CYCLE_NS, Pipeline
 from otel_infer.sidecar.probes.cpu_throttling import CpuThrottlingProbe
+from otel_infer.sidecar.probes.cpu_usage import CpuUsageProbe
 from otel_infer.sidecar.probes.thread_stats import EngineThreadProbe
 from otel_infer.sidecar.read_schedule import LIVE_READ_INTERVAL_NS, READ_INTERVAL_NS, ReadSchedule
 from otel_infer.sidecar.recording.flight_recorder import FlightRecorder
@@ -165,11 +166,8 @@ class Sidecar:
         self._pipeline = make_pipeline(
             settings, self._service.resource, self._rings, show=show, flight=self._flight_recorder
         )
-        self._throttling_probe, self._thread_probe, self._malloc_trimmer = (
-            CpuThrottlingProbe(),
-            EngineThreadProbe(),
-            MallocTrimmer(),
-        )
+        self._throttling_probe, self._thread_probe = CpuThrottlingProbe(), EngineThreadProbe()
+        self._cpu_probe, self._malloc_trimmer = CpuUsageProbe(), MallocTrimmer()
         self._flushes = FlushRequests(self._rings, self._pipeline)
         self._refusals = RefusalReporter(self._pipeline.delivery.describe_refusals, self._report_lines)
         self._recovery = make_recovery(
@@ -242,6 +240,7 @@ class Sidecar:
         for recorded in (
             *self._throttling_probe.read_events(self._rings.list_writers, is_idle),
             *self._thread_probe.read_events(self._rings.list_engine_threads, is_idle),
+            *self._cpu_probe.read_events(self._rings.list_writers, self._rings.list_engine_threads, is_idle),
         ):
             self._rings.add_event(recorded)
         flushes = self._rings.list_pending_flushes()

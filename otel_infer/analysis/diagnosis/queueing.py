@@ -31,6 +31,8 @@ _MAX_PEAK_SHARE = 1 / 3
 _CALM_FACTOR, _PEAK_WAIT_FACTOR = 2, 3
 """Factors of the wait before a peak: up to the first a peak is over; above the second it delayed requests."""
 _NS_PER_MS = 1_000_000
+_QUEUE_STAGES = (semconv.SPAN_QUEUE, *semconv.WAIT_STAGES)
+_RUNNING_STAGES = (semconv.SPAN_PREFILL, semconv.SPAN_DECODE, semconv.SPAN_FORWARD)
 
 
 class QueueAnalysis:
@@ -49,8 +51,8 @@ class QueueAnalysis:
         unfinished: Sequence[int] = (),
     ) -> None:
         self._waits = np.array([_queue_interval(record) for record in served], np.int64).clip(since)
-        self._runs = np.array([_running_interval(record) for record in served], np.int64).clip(since)
-        self._others = [(max(begin, since), max(end, since)) for begin, end in map(_running_interval, others)]
+        self._runs = np.array([running_interval(record) for record in served], np.int64).clip(since)
+        self._others = [(max(begin, since), max(end, since)) for begin, end in map(running_interval, others)]
         last = max([record.ended_at for record in served], default=0)
         self._others += [(max(begin, since), last) for begin in unfinished]
         self._arrivals = np.array([record.arrived_at for record in served], np.int64).clip(since)
@@ -138,14 +140,14 @@ def _extend_to_calm(is_peak: Any, mean: Any, calm: float) -> Any:
 
 
 def _queue_interval(record: RequestRecord) -> tuple[int, int]:
-    """Returns the time in the queue; an empty interval if the request was not queued."""
-    queue = record.find_stage(semconv.SPAN_QUEUE)
-    return (queue.started_at, queue.ended_at) if queue is not None else (record.ended_at, record.ended_at)
+    """Returns the longest wait in a queue, of an engine or for a lock or a thread; an empty interval if there was none."""
+    waits = [(stage.started_at, stage.ended_at) for stage in record.stages if stage.name in _QUEUE_STAGES]
+    return max(waits, key=lambda wait: wait[1] - wait[0], default=(record.ended_at, record.ended_at))
 
 
-def _running_interval(record: RequestRecord) -> tuple[int, int]:
+def running_interval(record: RequestRecord) -> tuple[int, int]:
     """Returns the time from the first step to the last token; an empty interval if there was none."""
-    stages = [s for s in record.stages if s.name in (semconv.SPAN_PREFILL, semconv.SPAN_DECODE)]
+    stages = [stage for stage in record.stages if stage.name in _RUNNING_STAGES]
     if not stages:
         return record.ended_at, record.ended_at
     return min(s.started_at for s in stages), max(s.ended_at for s in stages)

@@ -35,6 +35,7 @@ from otel_infer.analysis.diagnosis.symptoms import Finding
 from otel_infer.assembly.engine.step_table import CAPACITY
 from otel_infer.assembly.records.request import RequestRecord
 from otel_infer.ringbuffer import events
+from otel_infer.ringbuffer.events import CpuSeen
 from otel_infer.semconv import causes
 
 HEALTHY, INSUFFICIENT = "healthy", "insufficient"
@@ -70,12 +71,16 @@ class Diagnosis(NamedTuple):
 
 
 def diagnose_requests(
-    records: Sequence[RequestRecord], since: int = 0, unfinished: Sequence[int] = ()
+    records: Sequence[RequestRecord],
+    since: int = 0,
+    unfinished: Sequence[int] = (),
+    cpu_usage: Sequence[CpuSeen] = (),
 ) -> Diagnosis:
     """Returns the symptom that these requests show, with its evidence.
 
     `since`: from this instant on (monotonic ns) all requests are recorded; earlier ones only if they were
-    open then. `unfinished`: start instants of running requests that have not ended.
+    open then. `unfinished`: start instants of running requests that have not ended. `cpu_usage`: of the
+    server's cores.
     """
     served = [record for record in records if _is_served(record)]
     cause_shares = _cause_shares(served)

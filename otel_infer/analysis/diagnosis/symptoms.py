@@ -51,6 +51,26 @@ SYMPTOMS = {
         "batches are large, or requests wait for a batch to fill",
         "batch only offline traffic: no batching delay and smaller batches for live traffic",
     ),
+    semconv.SYMPTOM_LATE_END: Symptom(
+        semconv.COMPLAINTS[semconv.SYMPTOM_LATE_END],
+        "the server works after the last token",
+        "move work after the last token out of the request: a background task, a queue",
+    ),
+    semconv.SYMPTOM_SLOW_READER: Symptom(
+        semconv.COMPLAINTS[semconv.SYMPTOM_SLOW_READER],
+        "clients read more slowly than the server writes",
+        "the client or its network is slow; the server is not: send less per token, or buffer in a proxy",
+    ),
+    semconv.SYMPTOM_NOT_ENOUGH_CPU: Symptom(
+        semconv.COMPLAINTS[semconv.SYMPTOM_NOT_ENOUGH_CPU],
+        "threads of the server are ready to run and have no CPU",
+        "more cores, or fewer threads and processes on them (OMP_NUM_THREADS, workers, neighbours)",
+    ),
+    semconv.SYMPTOM_TOO_MANY_AT_ONCE: Symptom(
+        semconv.COMPLAINTS[semconv.SYMPTOM_TOO_MANY_AT_ONCE],
+        "generations run at the same time and share cores and the GIL",
+        "limit how many generate at a time (a semaphore), or batch them in one engine (continuous batching)",
+    ),
 }
 """By name. `Finding.change` refines `change` by cause."""
 

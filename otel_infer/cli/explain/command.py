@@ -24,6 +24,7 @@ from otel_infer.cli.explain import client_spans
 from otel_infer.cli.explain.client_spans import ClientLatency
 from otel_infer.cli.explain.source import ExplainSource, describe_source
 from otel_infer.cli.explain.tenants import format_tenant, summarise_tenants
+from otel_infer.ringbuffer.events import CpuSeen
 from otel_infer.sidecar.recording import dump_request, file
 
 if TYPE_CHECKING:
@@ -94,6 +95,7 @@ class ExplainInput(NamedTuple):
     records: list[RequestRecord]
     complete_since: int
     running_since: list[int]
+    cpu_usage: Sequence[CpuSeen] = ()
 
 
 def _read_input(arguments: argparse.Namespace) -> ExplainInput:
@@ -134,7 +136,8 @@ def _read_inferences(path: Path, request_id: str | None = None, folder: Path | N
     complete_since = file.read_began_at(path)
     source = describe_source(finished, complete_since, tape=None if folder else path, folder=folder)
     inferences = [record for record in finished if record.operation]
-    return ExplainInput(source, inferences, complete_since, find_running_since(assembler))
+    running_since = find_running_since(assembler)
+    return ExplainInput(source, inferences, complete_since, running_since, assembler.processes.cpu_usage)
 
 
 # ── all requests ─────────────────────────────────────────────────────────────────────────────────────────────────
@@ -144,7 +147,7 @@ def _explain_all(data: ExplainInput, worst: int, as_json: bool, latency: ClientL
     from otel_infer.analysis.diagnosis.rules import diagnose_requests
 
     records = data.records
-    diagnosis = diagnose_requests(records, data.complete_since, data.running_since)
+    diagnosis = diagnose_requests(records, data.complete_since, data.running_since, data.cpu_usage)
     slowest = sorted(records, key=lambda record: -record.duration_ns)[: max(worst, 0)]
     if as_json:
         print(json.dumps(_explanation_to_dict(data, diagnosis, slowest, latency)))

@@ -81,8 +81,9 @@ def read_recording(path: Path) -> RecordingContents:
     pauses = [pause for pause in assembler.pauses.drain_pauses() if pause.ended_at > began]
     non_engine = len(finished) - len(inferences)
     return RecordingContents(
-        inferences, steps, pauses, unfinished, non_engine, objectives, began, find_running_since(assembler)
-    )
+        inferences, steps, pauses, unfinished, non_engine, objectives, began, find_running_since(assembler),
+        assembler.processes.cpu_usage,
+    )  # fmt: skip
 
 
 def _write_file(path: Path, text: str, source: Path) -> None:

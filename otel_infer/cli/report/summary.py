@@ -20,6 +20,7 @@ from otel_infer.assembly.records.request import Interferer, RequestRecord
 from otel_infer.cli.latency import collect_latencies
 from otel_infer.config.slo import Objectives
 from otel_infer.export.sampling.tail_sampler import find_missed_objectives
+from otel_infer.ringbuffer.events import CpuSeen
 
 MAX_REQUESTS = 200
 """Requests shown one by one."""
@@ -48,6 +49,7 @@ class RecordingContents(NamedTuple):
     objectives: Objectives = Objectives()
     complete_since: int = 0
     running_since: Sequence[int] = ()
+    cpu_usage: Sequence[CpuSeen] = ()
 
     def time_range(self) -> tuple[int, int]:
         """Returns the first and last instant with complete data (monotonic ns); (0, 0) for an empty tape."""
@@ -137,7 +139,9 @@ class ReportView(NamedTuple):
 def build_view(recording: RecordingContents) -> ReportView:
     """Builds the view of a tape."""
     began, ended = recording.time_range()
-    diagnosis = diagnose_requests(recording.records, recording.complete_since, recording.running_since)
+    diagnosis = diagnose_requests(
+        recording.records, recording.complete_since, recording.running_since, recording.cpu_usage
+    )
     interferers = _rank_interferers(recording.records)
     missed = {
         r.span_id: names

@@ -155,6 +155,21 @@ class ThreadSeen(NamedTuple):
     faults: int
 
 
+class CpuSeen(NamedTuple):
+    """CPU time on the cores that a server may use, in (`since`, `at`], added by the sidecar; ns.
+
+    `busy_ns`: of all processes, but those of low priority (nice). `server_ns`: of the server's processes.
+    `other_threads_ns`: of the server's threads that are no main thread and run no engine.
+    """
+
+    at: int
+    since: int
+    cores: int
+    busy_ns: int
+    server_ns: int
+    other_threads_ns: int
+
+
 class ProcessDied(NamedTuple):
     """Death of a writer, added by the reader; its requests in flight died with it."""
 
@@ -184,6 +199,6 @@ class LiveRecovered(NamedTuple):
 
 PROCESS_EVENTS = (
     HooksReported, PauseSeen, MarkSeen, ProcessStarted, ModuleImported, PhaseBegan, PhaseEnded, ProcessLeft,
-    EventsLost, ProcessSeen, EngineSeen, ThreadSeen, ProcessDied, LiveListed, LiveRecovered,
+    EventsLost, ProcessSeen, EngineSeen, ThreadSeen, CpuSeen, ProcessDied, LiveListed, LiveRecovered,
 )  # fmt: skip
 """The types that this module defines."""

@@ -1,0 +1,203 @@
+"""Divides the time of requests among complaints, and compares slow requests with ordinary ones. Pure.
+
+Every ns of a request belongs to one complaint, to its own work, or to `unexplained`. The *excess* of a slow request is
+its time beyond that of ordinary requests of its size (output tokens), complaint by complaint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from otel_infer import semconv
+from otel_infer.analysis.diagnosis.concurrency import MIN_CONCURRENCY, SharedTime, estimate_shared_time
+from otel_infer.analysis.diagnosis.slow_requests import (
+    NS_PER_MS,
+    SLOW_SHARE,
+    app_time_before_token,
+    client_backpressure,
+    loop_delay_before_token,
+    loop_delays_while_streaming,
+)
+from otel_infer.assembly.records.request import RequestRecord
+from otel_infer.semconv import causes
+
+OWN_WORK = "own_work"
+UNCOVERED = semconv.CAUSE_UNEXPLAINED
+COMPLAINTS = (
+    semconv.SYMPTOM_PRE_ENGINE,
+    semconv.SYMPTOM_QUEUEING,
+    semconv.SYMPTOM_PREFILL,
+    semconv.SYMPTOM_STUTTER,
+    semconv.SYMPTOM_BATCHING,
+    semconv.SYMPTOM_NOT_ENOUGH_CPU,
+    semconv.SYMPTOM_TOO_MANY_AT_ONCE,
+    semconv.SYMPTOM_LATE_END,
+    semconv.SYMPTOM_SLOW_READER,
+)
+"""The complaints that time is divided among. Queueing stands for all complaints about a queue."""
+KINDS = (*COMPLAINTS, OWN_WORK, UNCOVERED)
+KIND_OF_SYMPTOM = {
+    **{kind: kind for kind in COMPLAINTS},
+    semconv.SYMPTOM_PEAK: semconv.SYMPTOM_QUEUEING,
+    semconv.SYMPTOM_HEAD_OF_LINE_BLOCKING: semconv.SYMPTOM_QUEUEING,
+}
+"""Symptom → the complaint that its time belongs to."""
+WAITS = (
+    semconv.SYMPTOM_PRE_ENGINE,
+    semconv.SYMPTOM_QUEUEING,
+    semconv.SYMPTOM_NOT_ENOUGH_CPU,
+    semconv.SYMPTOM_TOO_MANY_AT_ONCE,
+    semconv.SYMPTOM_LATE_END,
+    semconv.SYMPTOM_SLOW_READER,
+)
+"""Complaints about waiting, also where every request waits."""
+EVERYDAY_SHARE, EVERYDAY_MS = 0.15, 20.0
+"""Share of the median request's time from which a wait is a complaint, and its least length."""
+EXCESS_SHARE, EXCESS_MS = 0.3, 50.0
+"""Share of slow requests' time beyond ordinary ones from which they are slow at all, and its least length."""
+_ORDINARY_NEIGHBOURS = 24
+"""Requests of about the same number of output tokens whose median is ordinary."""
+_PRE_ENGINE_CAUSES = frozenset(causes.select_causes(causes.GROUP_PRE_ENGINE)) - {semconv.CAUSE_APPLICATION}
+_CPU_CAUSES = (semconv.CAUSE_STARVED, semconv.CAUSE_THROTTLED)
+_WARMUP_CAUSES = frozenset(row.name for row in causes.CAUSE_TABLE if row.is_warmup)
+_KIND_OF_CAUSE: Mapping[str, str] = {
+    **dict.fromkeys(causes.CAUSES, OWN_WORK),
+    **dict.fromkeys(_PRE_ENGINE_CAUSES, semconv.SYMPTOM_PRE_ENGINE),
+    **dict.fromkeys(causes.select_causes(causes.GROUP_QUEUE), semconv.SYMPTOM_QUEUEING),
+    **dict.fromkeys(causes.select_causes(causes.GROUP_STALL), semconv.SYMPTOM_STUTTER),
+    **dict.fromkeys(causes.select_causes(causes.GROUP_POST_ENGINE), semconv.SYMPTOM_LATE_END),
+    **dict.fromkeys((semconv.CAUSE_PREFILL, *_WARMUP_CAUSES), semconv.SYMPTOM_PREFILL),
+    **dict.fromkeys(_CPU_CAUSES, semconv.SYMPTOM_NOT_ENOUGH_CPU),
+    semconv.CAUSE_BATCHING: semconv.SYMPTOM_BATCHING,
+    semconv.CAUSE_HOST_BUBBLE: semconv.SYMPTOM_STUTTER,
+    semconv.CAUSE_UNEXPLAINED: UNCOVERED,
+}
+"""The complaint of each cause, where it does not depend on when the time passed."""
+
+
+class TimeByComplaint(NamedTuple):
+    """The time of requests: a row per request, a column per member of `KINDS`, ns. `excess`: beyond ordinary requests.
+
+    `slow`: the rows of the slowest tenth of their size, at least three. `shared`: what concurrency costs, if known.
+    """
+
+    time: Any
+    excess: Any
+    slow: Any
+    shared: SharedTime | None
+
+    def total_share(self, kind: str) -> float:
+        """Returns the share of the time of all requests."""
+        return float(self.time[:, KINDS.index(kind)].sum() / max(self.time.sum(), 1))
+
+    def excess_share(self, kind: str) -> float:
+        """Returns the share of what slow requests take beyond ordinary ones."""
+        excess = self.excess[self.slow].sum(axis=0).clip(0)
+        return float(excess[KINDS.index(kind)] / max(excess.sum(), 1))
+
+    def excess_ms(self, kind: str) -> float:
+        """Returns what a slow request takes beyond ordinary ones, ms."""
+        return float(self.excess[self.slow, KINDS.index(kind)].mean() / NS_PER_MS)
+
+    def is_everyday(self, kind: str) -> bool:
+        """Returns whether the median request has this wait, and it is long enough to be a complaint."""
+        column = self.time[:, KINDS.index(kind)]
+        shares = column / np.maximum(self.time.sum(axis=1), 1)
+        median_ms = float(np.median(column)) / NS_PER_MS
+        return kind in WAITS and float(np.median(shares)) >= EVERYDAY_SHARE and median_ms >= EVERYDAY_MS
+
+    @property
+    def has_excess(self) -> bool:
+        """Whether slow requests take noticeably longer than ordinary ones of their size."""
+        excess, whole = self.excess[self.slow].sum(), self.time[self.slow].sum()
+        return bool(
+            excess >= EXCESS_SHARE * whole and excess / max(len(self.slow), 1) >= EXCESS_MS * NS_PER_MS
+        )
+
+    def is_complaint(self, kind: str) -> bool:
+        """Returns whether the time of this kind alone is a complaint: of every request, or of the slow ones."""
+        if self.is_everyday(kind):
+            return True
+        is_large = self.excess_share(kind) >= EXCESS_SHARE and self.excess_ms(kind) >= EXCESS_MS
+        return self.has_excess and is_large
+
+
+def divide_time(records: Sequence[RequestRecord]) -> TimeByComplaint:
+    """Returns the time of the requests by complaint."""
+    time = np.array([_divide_request(record) for record in records], float).reshape(-1, len(KINDS))
+    shared = estimate_shared_time(records)
+    if shared is not None:
+        _move_shared_time(time, shared)
+    sizes = np.array([record.output_tokens for record in records])
+    excess = time - _find_ordinary_time(time, sizes)
+    count = min(max(round(len(records) * SLOW_SHARE), 3), len(records))
+    slow = np.argsort(excess.sum(axis=1), kind="stable")[-count:] if count else np.zeros(0, int)
+    return TimeByComplaint(time, excess, slow, shared)
+
+
+def _move_shared_time(time: Any, shared: SharedTime) -> None:
+    """Moves what concurrency costs a request out of its stalls, CPU waits and own work, in this order."""
+    left = np.where(shared.concurrency >= MIN_CONCURRENCY, shared.extra, 0.0)
+    target = KINDS.index(semconv.SYMPTOM_TOO_MANY_AT_ONCE)
+    for kind in (semconv.SYMPTOM_STUTTER, semconv.SYMPTOM_NOT_ENOUGH_CPU, semconv.SYMPTOM_PREFILL, OWN_WORK):
+        column = KINDS.index(kind)
+        moved = np.minimum(left, time[:, column])
+        time[:, column] -= moved
+        time[:, target] += moved
+        left = left - moved
+
+
+def _divide_request(record: RequestRecord) -> list[int]:
+    by_kind = dict.fromkeys(KINDS, 0)
+    streaming: Mapping[str, int] = {}
+    if record.breakdown is not None:
+        streaming = record.breakdown.streaming
+        for cause, length in record.breakdown.causes.items():
+            by_kind[_KIND_OF_CAUSE.get(cause, OWN_WORK)] += length
+        _move_by_phase(by_kind, record, record.breakdown.causes, streaming)
+    return list(by_kind.values())
+
+
+def _move_by_phase(
+    by_kind: dict[str, int], record: RequestRecord, all_causes: Mapping[str, int], streaming: Mapping[str, int]
+) -> None:
+    """Assigns the time of causes whose complaint depends on when it passed."""
+
+    def move(length: int, origin: str, target: str) -> None:
+        by_kind[origin] -= length
+        by_kind[target] += length
+
+    application = all_causes.get(semconv.CAUSE_APPLICATION, 0)
+    if application:
+        before = app_time_before_token(record)
+        move(before, OWN_WORK, semconv.SYMPTOM_PRE_ENGINE)
+        move(application - before, OWN_WORK, semconv.SYMPTOM_LATE_END)
+    loop = all_causes.get(semconv.CAUSE_EVENT_LOOP, 0)
+    if loop:
+        before = min(loop_delay_before_token(record), loop)
+        move(before, OWN_WORK, semconv.SYMPTOM_PRE_ENGINE)
+        # The engine continues while the loop is late, so the time of its steps is also that of the delay.
+        move(loop - before, OWN_WORK, semconv.SYMPTOM_LATE_END)
+    streamed = min(sum(loop_delays_while_streaming(record)), by_kind[OWN_WORK])
+    move(streamed, OWN_WORK, semconv.SYMPTOM_STUTTER)
+    interference = all_causes.get(semconv.CAUSE_INTERFERENCE, 0)
+    move(
+        interference - streaming.get(semconv.CAUSE_INTERFERENCE, 0), semconv.SYMPTOM_STUTTER, semconv.SYMPTOM_PREFILL
+    )
+    # What several prompts of one request take while its tokens stream is its own work.
+    move(streaming.get(semconv.CAUSE_PREFILL, 0), semconv.SYMPTOM_PREFILL, OWN_WORK)
+    move(client_backpressure(record), semconv.SYMPTOM_LATE_END, semconv.SYMPTOM_SLOW_READER)
+
+
+def _find_ordinary_time(time: Any, sizes: Any) -> Any:
+    """Returns, for each request, the median time by complaint of the requests whose size is nearest to its own."""
+    order = np.argsort(sizes, kind="stable")
+    ordinary = np.empty_like(time)
+    width = min(_ORDINARY_NEIGHBOURS, len(order))
+    for position, row in enumerate(order):
+        first = min(max(position - width // 2, 0), len(order) - width)
+        ordinary[row] = np.median(time[order[first : first + width]], axis=0)
+    return ordinary
