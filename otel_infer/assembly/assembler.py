@@ -84,6 +84,7 @@ class Assembler:
             events.ProcessSeen: self._add_process,
             events.EngineSeen: self._add_engine,
             events.ThreadSeen: self._add_thread_sample,
+            events.ThreadRan: self.workers.add_thread_run,
             events.CpuSeen: self.processes.add_cpu_usage,
             events.ProcessDied: self._remove_process,
             **dict.fromkeys(startup.STARTUP_EVENTS, self._startups.apply_event),

@@ -145,7 +145,10 @@ def _never(_: Any) -> bool:
 
 for _target, _wrap in (
     ("asyncio.locks:Lock.acquire", _patch_coroutine("asyncio.Lock", lambda lock: not lock.locked())),
-    ("asyncio.locks:Semaphore.acquire", _patch_coroutine("asyncio.Semaphore", lambda free: not free.locked())),
+    (
+        "asyncio.locks:Semaphore.acquire",
+        _patch_coroutine("asyncio.Semaphore", lambda free: not free.locked()),
+    ),
     ("asyncio.locks:Condition.wait", _patch_coroutine("asyncio.Condition", _never)),
 ):
     instrumentor.patch_hot_path(_target, optional=True, part="asyncio")(_wrap)

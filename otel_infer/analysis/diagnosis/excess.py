@@ -13,11 +13,13 @@ import numpy as np
 
 from otel_infer import semconv
 from otel_infer.analysis.diagnosis.concurrency import MIN_CONCURRENCY, SharedTime, estimate_shared_time
+from otel_infer.analysis.diagnosis.cpu_use import CpuUse
 from otel_infer.analysis.diagnosis.slow_requests import (
     NS_PER_MS,
     SLOW_SHARE,
     app_time_before_token,
     client_backpressure,
+    hung_time,
     loop_delay_before_token,
     loop_delays_while_streaming,
 )
@@ -45,6 +47,7 @@ KIND_OF_SYMPTOM = {
     semconv.SYMPTOM_HEAD_OF_LINE_BLOCKING: semconv.SYMPTOM_QUEUEING,
 }
 """Symptom → the complaint that its time belongs to."""
+_QUEUE_CAUSES = causes.select_causes(causes.GROUP_QUEUE)
 WAITS = (
     semconv.SYMPTOM_PRE_ENGINE,
     semconv.SYMPTOM_QUEUEING,
@@ -54,8 +57,8 @@ WAITS = (
     semconv.SYMPTOM_SLOW_READER,
 )
 """Complaints about waiting, also where every request waits."""
-EVERYDAY_SHARE, EVERYDAY_MS = 0.15, 20.0
-"""Share of the median request's time from which a wait is a complaint, and its least length."""
+EVERYDAY_SHARE, MAIN_SHARE, EVERYDAY_MS = 0.15, 0.5, 20.0
+"""Share of the median request's time from which a wait, and from which other time, is everybody's; its least length."""
 EXCESS_SHARE, EXCESS_MS = 0.3, 50.0
 """Share of slow requests' time beyond ordinary ones from which they are slow at all, and its least length."""
 _ORDINARY_NEIGHBOURS = 24
@@ -66,7 +69,7 @@ _WARMUP_CAUSES = frozenset(row.name for row in causes.CAUSE_TABLE if row.is_warm
 _KIND_OF_CAUSE: Mapping[str, str] = {
     **dict.fromkeys(causes.CAUSES, OWN_WORK),
     **dict.fromkeys(_PRE_ENGINE_CAUSES, semconv.SYMPTOM_PRE_ENGINE),
-    **dict.fromkeys(causes.select_causes(causes.GROUP_QUEUE), semconv.SYMPTOM_QUEUEING),
+    **dict.fromkeys(_QUEUE_CAUSES, semconv.SYMPTOM_QUEUEING),
     **dict.fromkeys(causes.select_causes(causes.GROUP_STALL), semconv.SYMPTOM_STUTTER),
     **dict.fromkeys(causes.select_causes(causes.GROUP_POST_ENGINE), semconv.SYMPTOM_LATE_END),
     **dict.fromkeys((semconv.CAUSE_PREFILL, *_WARMUP_CAUSES), semconv.SYMPTOM_PREFILL),
@@ -76,6 +79,11 @@ _KIND_OF_CAUSE: Mapping[str, str] = {
     semconv.CAUSE_UNEXPLAINED: UNCOVERED,
 }
 """The complaint of each cause, where it does not depend on when the time passed."""
+
+
+def find_kind(symptom: str, cause: str) -> str:
+    """Returns the kind of time that a symptom with this main cause is about."""
+    return semconv.SYMPTOM_QUEUEING if cause in _QUEUE_CAUSES else KIND_OF_SYMPTOM[symptom]
 
 
 class TimeByComplaint(NamedTuple):
@@ -88,6 +96,14 @@ class TimeByComplaint(NamedTuple):
     excess: Any
     slow: Any
     shared: SharedTime | None
+
+    def longest(self, kind: str) -> Any:
+        """Returns the rows of the tenth of the requests that have most of this time, at least three."""
+        return np.argsort(self.time[:, KINDS.index(kind)], kind="stable")[-len(self.slow) :]
+
+    def mean_ms(self, kind: str, rows: Any) -> float:
+        """Returns the mean of this time in these rows, ms."""
+        return float(self.time[rows, KINDS.index(kind)].mean() / NS_PER_MS)
 
     def total_share(self, kind: str) -> float:
         """Returns the share of the time of all requests."""
@@ -103,11 +119,12 @@ class TimeByComplaint(NamedTuple):
         return float(self.excess[self.slow, KINDS.index(kind)].mean() / NS_PER_MS)
 
     def is_everyday(self, kind: str) -> bool:
-        """Returns whether the median request has this wait, and it is long enough to be a complaint."""
+        """Returns whether the median request has so much of this time that it is a complaint of everybody."""
         column = self.time[:, KINDS.index(kind)]
         shares = column / np.maximum(self.time.sum(axis=1), 1)
+        least_share = EVERYDAY_SHARE if kind in WAITS else MAIN_SHARE
         median_ms = float(np.median(column)) / NS_PER_MS
-        return kind in WAITS and float(np.median(shares)) >= EVERYDAY_SHARE and median_ms >= EVERYDAY_MS
+        return float(np.median(shares)) >= least_share and median_ms >= EVERYDAY_MS
 
     @property
     def has_excess(self) -> bool:
@@ -125,12 +142,12 @@ class TimeByComplaint(NamedTuple):
         return self.has_excess and is_large
 
 
-def divide_time(records: Sequence[RequestRecord]) -> TimeByComplaint:
-    """Returns the time of the requests by complaint."""
+def divide_time(records: Sequence[RequestRecord], cpu: CpuUse | None = None) -> TimeByComplaint:
+    """Returns the time of the requests by complaint. `cpu`: who used the cores while the slow ones ran."""
     time = np.array([_divide_request(record) for record in records], float).reshape(-1, len(KINDS))
     shared = estimate_shared_time(records)
     if shared is not None:
-        _move_shared_time(time, shared)
+        _move_shared_time(time, shared, cpu)
     sizes = np.array([record.output_tokens for record in records])
     excess = time - _find_ordinary_time(time, sizes)
     count = min(max(round(len(records) * SLOW_SHARE), 3), len(records))
@@ -138,10 +155,14 @@ def divide_time(records: Sequence[RequestRecord]) -> TimeByComplaint:
     return TimeByComplaint(time, excess, slow, shared)
 
 
-def _move_shared_time(time: Any, shared: SharedTime) -> None:
-    """Moves what concurrency costs a request out of its stalls, CPU waits and own work, in this order."""
+def _move_shared_time(time: Any, shared: SharedTime, cpu: CpuUse | None) -> None:
+    """Moves what concurrency costs a request out of its stalls, CPU waits and own work, in this order.
+
+    Where others take the cores, requests are many at once because they are slow, so it is a lack of cores.
+    """
     left = np.where(shared.concurrency >= MIN_CONCURRENCY, shared.extra, 0.0)
-    target = KINDS.index(semconv.SYMPTOM_TOO_MANY_AT_ONCE)
+    is_taken = cpu is not None and cpu.is_taken_by_others
+    target = KINDS.index(semconv.SYMPTOM_NOT_ENOUGH_CPU if is_taken else semconv.SYMPTOM_TOO_MANY_AT_ONCE)
     for kind in (semconv.SYMPTOM_STUTTER, semconv.SYMPTOM_NOT_ENOUGH_CPU, semconv.SYMPTOM_PREFILL, OWN_WORK):
         column = KINDS.index(kind)
         moved = np.minimum(left, time[:, column])
@@ -162,7 +183,10 @@ def _divide_request(record: RequestRecord) -> list[int]:
 
 
 def _move_by_phase(
-    by_kind: dict[str, int], record: RequestRecord, all_causes: Mapping[str, int], streaming: Mapping[str, int]
+    by_kind: dict[str, int],
+    record: RequestRecord,
+    all_causes: Mapping[str, int],
+    streaming: Mapping[str, int],
 ) -> None:
     """Assigns the time of causes whose complaint depends on when it passed."""
 
@@ -185,10 +209,13 @@ def _move_by_phase(
     move(streamed, OWN_WORK, semconv.SYMPTOM_STUTTER)
     interference = all_causes.get(semconv.CAUSE_INTERFERENCE, 0)
     move(
-        interference - streaming.get(semconv.CAUSE_INTERFERENCE, 0), semconv.SYMPTOM_STUTTER, semconv.SYMPTOM_PREFILL
+        interference - streaming.get(semconv.CAUSE_INTERFERENCE, 0),
+        semconv.SYMPTOM_STUTTER,
+        semconv.SYMPTOM_PREFILL,
     )
     # What several prompts of one request take while its tokens stream is its own work.
     move(streaming.get(semconv.CAUSE_PREFILL, 0), semconv.SYMPTOM_PREFILL, OWN_WORK)
+    move(hung_time(record), UNCOVERED, semconv.SYMPTOM_STUTTER)
     move(client_backpressure(record), semconv.SYMPTOM_LATE_END, semconv.SYMPTOM_SLOW_READER)
 
 

@@ -14,7 +14,11 @@ from typing import NamedTuple
 import numpy as np
 
 from otel_infer import semconv
+from otel_infer.analysis.diagnosis.cpu_use import measure_cpu_use
+from otel_infer.analysis.diagnosis.excess import UNCOVERED, TimeByComplaint, divide_time, find_kind
+from otel_infer.analysis.diagnosis.processor import find_cpu_shortage, find_too_many_at_once
 from otel_infer.analysis.diagnosis.queueing import QueueAnalysis
+from otel_infer.analysis.diagnosis.response_end import find_late_end, find_slow_reader
 from otel_infer.analysis.diagnosis.slow_requests import (
     MIN_REQUESTS,
     NS_PER_MS,
@@ -32,6 +36,7 @@ from otel_infer.analysis.diagnosis.slow_requests import (
 )
 from otel_infer.analysis.diagnosis.stalls import find_event_loop_stalls, find_stream_stalls
 from otel_infer.analysis.diagnosis.symptoms import Finding
+from otel_infer.analysis.diagnosis.uncovered import locate_uncovered_time
 from otel_infer.assembly.engine.step_table import CAPACITY
 from otel_infer.assembly.records.request import RequestRecord
 from otel_infer.ringbuffer import events
@@ -43,6 +48,8 @@ HEALTHY, INSUFFICIENT = "healthy", "insufficient"
 MAX_UNEXPLAINED_SHARE = 0.5
 MAX_UNCLASSIFIED_SHARE = 0.4
 """Share of the slow requests' time that one cause may have without a symptom that covers it."""
+_OF_ALL = "the time of all requests"
+_OF_EXCESS = "what the slow requests take beyond ordinary ones of their size"
 NOTICEABLE_MS = 100
 """Delays below this are too short for a client to notice."""
 _MAIN_SHARE = 0.5
@@ -60,7 +67,8 @@ _BATCHING_PER_DECODE = 2
 class Diagnosis(NamedTuple):
     """The result of a diagnosis.
 
-    `verdict`: name of a symptom, `healthy` or `insufficient`. `findings`: largest weight first.
+    `verdict`: name of a symptom, `healthy` or `insufficient`. `findings`: largest weight first. `weighed`: what
+    the weights are shares of.
     """
 
     verdict: str
@@ -68,6 +76,7 @@ class Diagnosis(NamedTuple):
     findings: list[Finding]
     causes: dict[str, float]
     note: str
+    weighed: str = ""
 
 
 def diagnose_requests(
@@ -87,20 +96,41 @@ def diagnose_requests(
     if len(served) < MIN_REQUESTS:
         note = f"{len(served)} requests; at least {MIN_REQUESTS} are needed"
         if len(served) < len(records):
-            note += f" (of {len(records)}; the others failed or generate nothing)"
+            note += f" (of {len(records)}; the others failed or are no inference)"
         return Diagnosis(INSUFFICIENT, len(served), [], cause_shares, note)
-    findings = [finding for rule in _RULES for finding in rule(served)]
+    cpu = measure_cpu_use(cpu_usage, select_slowest(served, lambda r: r.duration_ns).records)
+    time = divide_time(served, cpu)
+    findings = [finding for rule in _RULES for finding in rule(served, time)]
+    findings += find_cpu_shortage(served, time, cpu)
     others = [record for record in records if not _is_served(record)]
-    findings += _find_queueing(served, QueueAnalysis(served, others, since, unfinished))
-    findings.sort(key=lambda finding: -finding.weight)
-    if findings:
-        return Diagnosis(findings[0].symptom, len(served), findings, cause_shares, "")
-    slow = select_slowest(served, lambda r: r.duration_ns)
-    if slow.reference_share(semconv.CAUSE_UNEXPLAINED) > MAX_UNEXPLAINED_SHARE:
-        note = "most of the slow requests' time is unexplained; check that the engine is instrumented: otel-infer doctor"
-        if sum(record.steps_evicted > 0 for record in slow.records) > len(slow.records) / 2:
-            note = f"the slow requests are older than the last {CAPACITY:,} steps of their engine; older steps are discarded"
-        return Diagnosis(INSUFFICIENT, len(served), [], cause_shares, note)
+    findings += _find_queueing(served, time, QueueAnalysis(served, others, since, unfinished))
+    return _choose_verdict(served, time, findings, cause_shares)
+
+
+def _choose_verdict(
+    served: list[RequestRecord],
+    time: TimeByComplaint,
+    findings: list[Finding],
+    cause_shares: dict[str, float],
+) -> Diagnosis:
+    """Returns the verdict of the largest share, unless more time is not covered by any measurement.
+
+    The shares are of the time of all requests if every request waits; else of what slow ones take beyond
+    ordinary ones.
+    """
+    is_everyday = any(time.is_everyday(find_kind(finding.symptom, finding.cause)) for finding in findings)
+    by_excess = time.has_excess and not is_everyday
+    measure = time.excess_share if by_excess else time.total_share
+    weighed = _OF_EXCESS if by_excess else _OF_ALL
+    weighted = [finding._replace(weight=measure(find_kind(finding.symptom, finding.cause))) for finding in findings]
+    weighted = _keep_largest_of_kind(sorted(weighted, key=lambda finding: -finding.weight))
+    uncovered = measure(UNCOVERED)
+    is_uncovered = uncovered > max([finding.weight for finding in weighted], default=MAX_UNEXPLAINED_SHARE)
+    if is_uncovered and (by_excess or weighted or time.total_share(UNCOVERED) > MAX_UNEXPLAINED_SHARE):
+        note = _describe_uncovered([served[row] for row in time.slow], uncovered, weighed)
+        return Diagnosis(INSUFFICIENT, len(served), [], cause_shares, note, weighed)
+    if weighted:
+        return Diagnosis(weighted[0].symptom, len(served), weighted, cause_shares, "", weighed)
     cause, share = _largest_unclassified_cause(served)
     if share > MAX_UNCLASSIFIED_SHARE:
         note = f"no symptom matches, but {share:.0%} of the slow requests' time is {cause}"
@@ -109,10 +139,24 @@ def diagnose_requests(
     return Diagnosis(HEALTHY, len(served), [], cause_shares, note)
 
 
-def _is_served(record: RequestRecord) -> bool:
-    is_complete = (
-        record.breakdown is not None and record.generative and record.operation and record.duration_ns
+def _keep_largest_of_kind(findings: list[Finding]) -> list[Finding]:
+    """Returns the first finding of each symptom and cause."""
+    return list({(finding.symptom, finding.cause): finding for finding in reversed(findings)}.values())[::-1]
+
+
+def _describe_uncovered(slow: list[RequestRecord], share: float, weighed: str) -> str:
+    """Returns where the time lies that no measurement covers, and what would show it."""
+    if sum(record.steps_evicted > 0 for record in slow) > len(slow) / 2:
+        return f"the slow requests are older than the last {CAPACITY:,} steps of their engine; older steps are discarded"
+    place = locate_uncovered_time(slow)
+    return (
+        f"{share:.0%} of {weighed} is unexplained, most of it {place}; put `otel_infer.stage` around that code, "
+        "sample it (py-spy dump), and check that the engine is instrumented: otel-infer doctor"
     )
+
+
+def _is_served(record: RequestRecord) -> bool:
+    is_complete = record.breakdown is not None and record.operation and record.duration_ns
     return bool(is_complete) and record.outcome != events.ERROR
 
 
@@ -124,14 +168,15 @@ _OWN_WORK_CAUSES = causes.select_causes(causes.GROUP_OWN_WORK, causes.GROUP_UNKN
 _WARMUP_CAUSES = tuple(row.name for row in causes.CAUSE_TABLE if row.is_warmup)
 
 
-def _find_pre_engine_delay(served: list[RequestRecord]) -> list[Finding]:
+def _find_pre_engine_delay(served: list[RequestRecord], time: TimeByComplaint) -> list[Finding]:
     """Finds first tokens that are late because of time before the engine."""
     slow = select_slowest(served, ttft_or_duration, whole=ttft_or_duration)
     parts = {cause: slow.total_ns(cause) for cause in _PRE_ENGINE_CAUSES}
     parts[semconv.CAUSE_APPLICATION] = float(sum(map(app_time_before_token, slow.records)))
     parts[semconv.CAUSE_EVENT_LOOP] = float(sum(map(loop_delay_before_token, slow.records)))
     total, count = sum(parts.values()), len(slow.records)
-    if total < _WAIT_SHARE * slow.reference_ns or total / count / NS_PER_MS < _MIN_WAIT_MS:
+    is_large = total >= _WAIT_SHARE * slow.reference_ns and total / count / NS_PER_MS >= _MIN_WAIT_MS
+    if not is_large and not time.is_complaint(semconv.SYMPTOM_PRE_ENGINE):
         return []
     cause = max(parts, key=lambda cause: parts[cause])
     return [Finding(semconv.SYMPTOM_PRE_ENGINE, cause, total / slow.lifetime_ns, [
@@ -140,7 +185,7 @@ def _find_pre_engine_delay(served: list[RequestRecord]) -> list[Finding]:
     ])]  # fmt: skip
 
 
-def _find_cold_start(served: list[RequestRecord]) -> list[Finding]:
+def _find_cold_start(served: list[RequestRecord], time: TimeByComplaint) -> list[Finding]:
     """Finds work that a server does once and that its first requests wait for."""
     slow = select_slowest(served, lambda r: r.duration_ns)
     share, mean_ms = slow.reference_share(*_WARMUP_CAUSES), slow.mean_ms(*_WARMUP_CAUSES)
@@ -153,7 +198,7 @@ def _find_cold_start(served: list[RequestRecord]) -> list[Finding]:
     ])]  # fmt: skip
 
 
-def _find_expensive_prefill(served: list[RequestRecord]) -> list[Finding]:
+def _find_expensive_prefill(served: list[RequestRecord], time: TimeByComplaint) -> list[Finding]:
     """Finds prompts that cost more than all else before the first token.
 
     If prefill is the main cost of most requests, the waiting of other requests for it counts as well.
@@ -187,7 +232,7 @@ def _find_expensive_prefill(served: list[RequestRecord]) -> list[Finding]:
     return [Finding(semconv.SYMPTOM_PREFILL, semconv.CAUSE_PREFILL, weight, evidence)]
 
 
-def _find_prefill_interference(served: list[RequestRecord]) -> list[Finding]:
+def _find_prefill_interference(served: list[RequestRecord], time: TimeByComplaint) -> list[Finding]:
     """Finds first tokens that are late because other requests' prompts are computed in the same steps."""
     served = filter_generating(served)
     if len(served) < MIN_REQUESTS:
@@ -205,13 +250,16 @@ def _find_prefill_interference(served: list[RequestRecord]) -> list[Finding]:
     ])]  # fmt: skip
 
 
-def _find_queueing(served: list[RequestRecord], queueing: QueueAnalysis) -> list[Finding]:
+def _find_queueing(
+    served: list[RequestRecord], time: TimeByComplaint, queueing: QueueAnalysis
+) -> list[Finding]:
     """Finds waiting in the queue: because of a peak, of large requests, of a batch window, or always."""
     slow = select_slowest(
         served, ttft_or_duration, whole=ttft_or_duration, measure=sum_nonstreaming_cause_time
     )
     weight, mean_ms = slow.reference_share(*_QUEUE_CAUSES), slow.mean_ms(*_QUEUE_CAUSES)
-    if weight < _WAIT_SHARE or mean_ms < max(_MIN_WAIT_MS, _GAPS_PER_QUEUE * median_gap_ms(served)):
+    is_large = weight >= _WAIT_SHARE and mean_ms >= max(_MIN_WAIT_MS, _GAPS_PER_QUEUE * median_gap_ms(served))
+    if not is_large and not time.is_complaint(semconv.SYMPTOM_QUEUEING):
         return []
     cause, lifetime_share = max(_QUEUE_CAUSES, key=slow.total_ns), slow.lifetime_share(*_QUEUE_CAUSES)
     queue_time = f"{weight:.0%} of the time to the first token of the slowest {len(slow.records)} requests is queue, {mean_ms:.0f} ms each"
@@ -230,7 +278,7 @@ def _find_queueing(served: list[RequestRecord], queueing: QueueAnalysis) -> list
     ]
 
 
-def _find_batching_delay(served: list[RequestRecord]) -> list[Finding]:
+def _find_batching_delay(served: list[RequestRecord], time: TimeByComplaint) -> list[Finding]:
     """Finds decode steps that are slow because of the size of the batch."""
     slow = select_slowest(served, streaming_time, whole=streaming_time, measure=sum_streaming_cause_time)
     weight, own = slow.reference_share(semconv.CAUSE_BATCHING), slow.reference_share(semconv.CAUSE_DECODE)
@@ -243,8 +291,9 @@ def _find_batching_delay(served: list[RequestRecord]) -> list[Finding]:
     ])]  # fmt: skip
 
 
-_RULES: tuple[Callable[[list[RequestRecord]], list[Finding]], ...] = (
-    _find_pre_engine_delay, _find_expensive_prefill, _find_prefill_interference, find_stream_stalls, find_event_loop_stalls, _find_batching_delay, _find_cold_start,
+_RULES: tuple[Callable[[list[RequestRecord], TimeByComplaint], list[Finding]], ...] = (
+    _find_pre_engine_delay, _find_expensive_prefill, _find_prefill_interference, find_stream_stalls, find_event_loop_stalls,
+    _find_batching_delay, _find_cold_start, find_late_end, find_slow_reader, find_too_many_at_once,
 )  # fmt: skip
 
 

@@ -102,6 +102,11 @@ def longest_gap(record: RequestRecord) -> int:
     return max(record.summary.gap_max, record.final_wait_ns)
 
 
+def hung_time(record: RequestRecord) -> int:
+    """Returns the ns that a stream hung until it failed, as far as no cause is known."""
+    return min(record.final_wait_ns, sum_streaming_cause_time(record, semconv.CAUSE_UNEXPLAINED))
+
+
 def client_backpressure(record: RequestRecord) -> int:
     """Returns how long `egress` waited for the client to read, ns.
 

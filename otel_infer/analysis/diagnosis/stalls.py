@@ -7,10 +7,12 @@ from collections import Counter
 import numpy as np
 
 from otel_infer import semconv
+from otel_infer.analysis.diagnosis.excess import TimeByComplaint
 from otel_infer.analysis.diagnosis.slow_requests import (
     MIN_REQUESTS,
     NS_PER_MS,
     SlowRequests,
+    hung_time,
     longest_gap,
     loop_delays_while_streaming,
     median_gap_ms,
@@ -29,10 +31,15 @@ _STALL_SHARE, _GAPS_PER_STALL, _MIN_STALL_MS = 0.15, 4, 15
 
 A stall is short, so its share is small; it is noticed because of its length compared with other gaps.
 """
-_STALL_CAUSES = causes.select_causes(causes.GROUP_STALL, causes.GROUP_UNKNOWN)
+_STALL_CAUSES = tuple(
+    cause
+    for cause in causes.select_causes(causes.GROUP_STALL, causes.GROUP_UNKNOWN)
+    if cause not in (semconv.CAUSE_STARVED, semconv.CAUSE_THROTTLED)
+)
+"""A lack of cores is a complaint of its own."""
 
 
-def find_stream_stalls(served: list[RequestRecord]) -> list[Finding]:
+def find_stream_stalls(served: list[RequestRecord], time: TimeByComplaint) -> list[Finding]:
     """Finds streams with long gaps between tokens."""
     streamed = [record for record in served if record.summary.gaps >= _MIN_GAPS]
     if len(streamed) < MIN_REQUESTS // 2:
@@ -41,6 +48,7 @@ def find_stream_stalls(served: list[RequestRecord]) -> list[Finding]:
     gap = median_gap_ms(streamed)
     longest = float(np.median([longest_gap(record) for record in slow.records])) / NS_PER_MS
     parts = {cause: slow.total_ns(cause) for cause in _STALL_CAUSES}
+    parts[semconv.CAUSE_UNEXPLAINED] = float(sum(map(hung_time, slow.records)))
     parts[semconv.CAUSE_HOST_BUBBLE] = _excess_over_median(streamed, slow, semconv.CAUSE_HOST_BUBBLE)
     total = sum(parts.values())
     if total < _STALL_SHARE * slow.reference_ns or longest < max(_GAPS_PER_STALL * gap, _MIN_STALL_MS):
@@ -91,7 +99,7 @@ def _excess_over_median(streamed: list[RequestRecord], slow: SlowRequests, cause
     return max(excess, 0.0)
 
 
-def find_event_loop_stalls(served: list[RequestRecord]) -> list[Finding]:
+def find_event_loop_stalls(served: list[RequestRecord], time: TimeByComplaint) -> list[Finding]:
     """Finds streams that stop while the engine continues, because the event loop does not send their tokens."""
     streamed = [record for record in served if record.summary.gaps >= _MIN_GAPS]
     if len(streamed) < MIN_REQUESTS // 2:

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from otel_infer.assembly.engine.step_cost import StepCostModel
-from otel_infer.ringbuffer.events import ThreadSeen
+from otel_infer.ringbuffer.events import ThreadRan, ThreadSeen
 
 CAPACITY = 4096
 """Samples that are remembered; when full, the older half is dropped."""
@@ -40,6 +40,8 @@ The factor is estimated from this many samples, and is at most 2.
 MIN_DELAY_SHARE = 0.01
 """Share of a sample below which faults and CPU waits are ignored, because every thread has a few."""
 _ERROR_SIGMAS, _MIN_ERROR_SHARE = 3.0, 0.05
+_START_ERROR_NS = 20_000_000
+"""Error of a thread's start, which the kernel reports in ticks."""
 _NEVER, _LAST_INSTANT = 1 << 63, (1 << 63) - 1
 
 
@@ -143,6 +145,7 @@ class ThreadDelays(KnownDelays):
         self.due = _NEVER
         self._system_ns = self._faults = 0
         self._fault_cost_ratios: deque[float] = deque(maxlen=FAULT_COST_SAMPLES)
+        self._recent: deque[ThreadSeen] = deque(maxlen=MAX_PENDING)
         self._fault_cost_factor = 1.0
 
     @property
@@ -170,8 +173,36 @@ class ThreadDelays(KnownDelays):
         self._system_ns += sample.system_ns
         self._faults += sample.faults
         self._pending.append(sample)
+        self._recent.append(sample)
         self._carry_wait_back()
         self._update_due()
+
+    def add_totals(self, totals: ThreadRan) -> None:
+        """Adds what a thread's totals hold beyond its samples: its last part, or all of it.
+
+        A later thread has other samples, so these are forgotten.
+        """
+        sampled = [sample for sample in self._recent if sample.since >= totals.since - _START_ERROR_NS]
+        self._recent.clear()
+        since = max([sample.at for sample in sampled], default=max(totals.since, self._last_bound()))
+        if since >= totals.at:
+            return
+        ran, waited, system = (
+            max(total * 1000 - sum(getattr(sample, name) for sample in sampled), 0)
+            for total, name in (
+                (totals.ran_us, "ran_ns"), (totals.waited_us, "waited_ns"), (totals.system_us, "system_ns"),
+            )
+        )  # fmt: skip
+        faults = max(totals.faults - sum(sample.faults for sample in sampled), 0)
+        length = totals.at - since
+        self.add_sample(ThreadSeen(totals.at, since, min(ran, length), min(waited, length), system, faults))
+        self._recent.clear()
+
+    def _last_bound(self) -> int:
+        """Returns the end of the last sample; 0 without one."""
+        if self._pending:
+            return self._pending[-1].at
+        return int(self._bounds[self._sample_count - 1]) if self._sample_count else 0
 
     def _update_due(self) -> None:
         self.due = self._pending[0].at if len(self._pending) > 1 else _NEVER

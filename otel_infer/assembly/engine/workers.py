@@ -75,6 +75,12 @@ class WorkerState:
         self._logs.setdefault((event.pid, event.engine, 0), engine)
         engine.block_tokens = self._block_sizes.get((event.pid, event.engine, event.ring_number), 0)
 
+    def add_thread_run(self, ring: int, handle: int, event: events.ThreadRan) -> None:
+        """Adds the counters of a thread that ran one generation of the process with this ring."""
+        engine = self._logs.get((self._pids.get(ring, 0), event.engine, event.ring_number))
+        if engine is not None:
+            engine.baseline.thread_delays.add_totals(event)
+
     def remove_process(self, ring: int) -> None:
         """Removes a process and its engines."""
         pid = self._pids.pop(ring, 0)

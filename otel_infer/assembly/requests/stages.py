@@ -149,11 +149,7 @@ def _ingress_interval(
     called_at = max(record.arrived_at, request.arrived.at)
     if later_starts:
         return called_at, min(later_starts)
-    return (
-        (called_at, record.ended_at)
-        if milestones.is_failed and not milestones.has_token
-        else NO_INTERVAL
-    )
+    return (called_at, record.ended_at) if milestones.is_failed and not milestones.has_token else NO_INTERVAL
 
 
 def _queue_interval(record: RequestRecord, milestones: Milestones) -> Interval:

@@ -28,6 +28,7 @@ from otel_infer.instrumentation.hooks.compiled_hook import compile_hook
 from otel_infer.instrumentation.hooks.engines import read_model_name
 from otel_infer.instrumentation.hooks.probe import Call, Hook
 from otel_infer.instrumentation.hooks.suppression import suppress_torch
+from otel_infer.instrumentation.hooks.thread_counters import record_thread_run
 from otel_infer.instrumentation.transformers import generation_run
 from otel_infer.instrumentation.transformers._instrumentor import (
     ENGINE,
@@ -106,6 +107,7 @@ def trace_generate(call: Call) -> Generator[None, Any, None]:
         # A run refers to itself, so only the garbage collector frees it. Device memory must not wait for it.
         run.cache = None
         if run.writer is not None:
+            record_thread_run(run.writer, ENGINE)
             recorder.release_batch_writer(ENGINE, run.writer)
 
 

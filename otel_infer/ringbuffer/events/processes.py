@@ -155,6 +155,22 @@ class ThreadSeen(NamedTuple):
     faults: int
 
 
+class ThreadRan(NamedTuple):
+    """Kernel counters of an engine's thread since its start `since`, recorded by itself after its only generation.
+
+    `ring_number`: of its steps. Times in µs, as of `ThreadSeen`.
+    """
+
+    at: int
+    since: int
+    engine: str
+    ring_number: int
+    ran_us: int
+    waited_us: int
+    system_us: int
+    faults: int
+
+
 class CpuSeen(NamedTuple):
     """CPU time on the cores that a server may use, in (`since`, `at`], added by the sidecar; ns.
 
@@ -199,6 +215,6 @@ class LiveRecovered(NamedTuple):
 
 PROCESS_EVENTS = (
     HooksReported, PauseSeen, MarkSeen, ProcessStarted, ModuleImported, PhaseBegan, PhaseEnded, ProcessLeft,
-    EventsLost, ProcessSeen, EngineSeen, ThreadSeen, CpuSeen, ProcessDied, LiveListed, LiveRecovered,
+    EventsLost, ProcessSeen, EngineSeen, ThreadSeen, ThreadRan, CpuSeen, ProcessDied, LiveListed, LiveRecovered,
 )  # fmt: skip
 """The types that this module defines."""

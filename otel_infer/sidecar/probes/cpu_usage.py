@@ -60,7 +60,9 @@ class CpuUsageProbe:
         engines = {(pid, own_thread) for _, pid, _, own_thread in engine_threads()}
         threads = self._read_threads([pid for _, pid in processes], engines)
         since, self._at = self._at, now
-        others = sum(max(ns - self._thread_ns[key], 0) for key, ns in threads.items() if key in self._thread_ns)
+        others = sum(
+            max(ns - self._thread_ns[key], 0) for key, ns in threads.items() if key in self._thread_ns
+        )
         busy, server = busy_ns - self._busy_ns, server_ns - self._server_ns
         self._busy_ns, self._server_ns, self._thread_ns = busy_ns, server_ns, threads
         if not processes or not since or now - since > MAX_AGE_NS or min(busy, server) < 0:

@@ -10,6 +10,7 @@ in between. `assembly.engine.thread_delays` compares it with the steps of that t
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
@@ -26,8 +27,10 @@ MIN_QUIET_NS = 1_000_000
 MAX_THREADS = 64
 """Threads that are read. Where more run steps, few of them have a CPU at a time, and a reading costs 10 µs each."""
 _TICK_NS = 1_000_000_000 // os.sysconf("SC_CLK_TCK")
-_FAULTS, _SYSTEM = 7, 12
-"""Fields of `stat` after the name: minflt and stime (proc_pid_stat(5))."""
+_FAULTS, _SYSTEM, _STARTED = 7, 12, 19
+"""Fields of `stat` after the name: minflt, stime and starttime (proc_pid_stat(5))."""
+YOUNG_NS = 2_000_000_000
+"""A thread that is younger when it is found is counted from its start."""
 _MAX_READ_BYTES = 1024
 
 ThreadIds = tuple[int, int, int, int]
@@ -51,6 +54,9 @@ class _ThreadFiles:
                 self._files.append(os.open(task / name, os.O_RDONLY | os.O_CLOEXEC))
             self._last_counts = self._read_counts(self._read_scheduled())
             self._sampled_at, self._quiet_at = at, 0
+            age_ns = self._read_age()
+            if 0 <= age_ns < YOUNG_NS:  # its counters began with it
+                self._last_counts, self._sampled_at = _ThreadCounts(0, 0, 0, 0), at - age_ns
         except Exception:
             self.close()
             raise
@@ -77,6 +83,13 @@ class _ThreadFiles:
     def _read_counts(self, scheduled: tuple[int, int]) -> _ThreadCounts:
         fields = os.pread(self._files[1], _MAX_READ_BYTES, 0).rpartition(b")")[2].split(None, _SYSTEM + 1)
         return _ThreadCounts(*scheduled, int(fields[_SYSTEM]) * _TICK_NS, int(fields[_FAULTS]))
+
+    def _read_age(self) -> int:
+        """Returns the time since the thread began, ns, to a tick; -1 where it is unknown."""
+        fields = os.pread(self._files[1], _MAX_READ_BYTES, 0).rpartition(b")")[2].split(None, _STARTED + 1)
+        if len(fields) <= _STARTED:
+            return -1
+        return time.clock_gettime_ns(time.CLOCK_BOOTTIME) - int(fields[_STARTED]) * _TICK_NS
 
     def close(self) -> None:
         for file in self._files:

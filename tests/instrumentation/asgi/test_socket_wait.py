@@ -21,7 +21,6 @@ from tests.instrumentation.asgi.test_servers import (
     record_of,
     serve,
     serve_hypercorn,
-    until,
 )
 from tests.unit.instrumentation.asgi.test_asgi import Seen, Watched, watched
 
@@ -120,9 +119,7 @@ def test_request_of_python_code_waited_in_its_socket(
     assert_waited(watched, send_while_blocked(serve(app), app))
 
 
-def test_unix_socket_has_no_accept_stage(
-    serve: Callable[..., int], watched: Watched, tmp_path: Path
-) -> None:
+def test_unix_socket_has_no_accept_stage(serve: Callable[..., int], watched: Watched, tmp_path: Path) -> None:
     """The kernel reports it for TCP only."""
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(tmp_path / "socket"))

@@ -88,9 +88,10 @@ def test_call_waited_for_a_thread_of_anyio(recording: Recording) -> None:
     assert find_waits(recording) == [("pool wait", 1)]
 
 
-
-
-@pytest.mark.parametrize(("make", "kind"), [(asyncio.Lock, "asyncio.Lock"), (functools.partial(asyncio.Semaphore, 1), "asyncio.Semaphore")])
+@pytest.mark.parametrize(
+    ("make", "kind"),
+    [(asyncio.Lock, "asyncio.Lock"), (functools.partial(asyncio.Semaphore, 1), "asyncio.Semaphore")],
+)
 def test_task_waited_for_a_lock_of_asyncio(recording: Recording, make: Callable[[], Any], kind: str) -> None:
     async def main() -> None:
         lock = make()

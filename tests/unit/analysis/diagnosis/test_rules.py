@@ -314,9 +314,9 @@ def aborted_prompt(record: RequestRecord) -> None:
     [
         pytest.param(embedding, "healthy", id="embeddings"),
         pytest.param(lambda r: without_steps(r, 3, ingress=3, decode=3), "healthy", id="6 ms"),
-        pytest.param(slow_client, "healthy", id="slow clients at the end"),
+        pytest.param(slow_client, "slow_reader", id="slow clients at the end"),
         pytest.param(prompts_while_streaming, "healthy", id="prompts after the first token"),
-        pytest.param(stored_at_the_end, "insufficient", id="application after the last token"),
+        pytest.param(stored_at_the_end, "late_end", id="application after the last token"),
         pytest.param(aborted_prompt, "prefill", id="aborted prompts"),
         pytest.param(
             lambda r: without_steps(r, 2500, prefill=2500, decode=500), "prefill", id="no token count"
