@@ -59,5 +59,5 @@ async def report_health() -> str:
 if __name__ == "__main__":
     logging.basicConfig()
     torch.set_num_threads(1)
-    made.finish_start()
+    made.finish_start(mistakes)
     uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[1]), log_level="warning")

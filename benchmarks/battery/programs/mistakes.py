@@ -46,19 +46,19 @@ class Mistakes:
 
 
 def read_mistakes() -> Mistakes:
-    """Returns the mistakes of the command line, and starts those that run by themselves."""
+    """Returns the mistakes of the command line, and starts threads that compute all the time."""
     mistakes = Mistakes(**json.loads(sys.argv[3])) if len(sys.argv) > 3 else Mistakes()
     for _ in range(mistakes.busy_threads):
         threading.Thread(target=aggregate_usage, daemon=True).start()
-    if mistakes.gc_objects:
-        threading.Thread(target=refresh_cache, args=(mistakes,), daemon=True).start()
     return mistakes
 
 
-def finish_start() -> None:
-    """Keeps what was loaded out of later garbage collections, as well-kept servers do."""
+def finish_start(mistakes: Mistakes) -> None:
+    """Keeps what was loaded out of later garbage collections, as well-kept servers do; others collect a large heap."""
     gc.collect()
     gc.freeze()
+    if mistakes.gc_objects:
+        threading.Thread(target=refresh_cache, args=(mistakes,), daemon=True).start()
 
 
 def aggregate_usage() -> None:

@@ -164,6 +164,7 @@ def _is_served(record: RequestRecord) -> bool:
 
 _PRE_ENGINE_CAUSES = causes.select_causes(causes.GROUP_PRE_ENGINE)
 _QUEUE_CAUSES = causes.select_causes(causes.GROUP_QUEUE)
+_APPLICATION_QUEUES = (semconv.CAUSE_LOCK_QUEUE, semconv.CAUSE_POOL_QUEUE)
 _OWN_WORK_CAUSES = causes.select_causes(causes.GROUP_OWN_WORK, causes.GROUP_UNKNOWN)
 _WARMUP_CAUSES = tuple(row.name for row in causes.CAUSE_TABLE if row.is_warmup)
 
@@ -264,7 +265,7 @@ def _find_queueing(
     cause, lifetime_share = max(_QUEUE_CAUSES, key=slow.total_ns), slow.lifetime_share(*_QUEUE_CAUSES)
     queue_time = f"{weight:.0%} of the time to the first token of the slowest {len(slow.records)} requests is queue, {mean_ms:.0f} ms each"
     idle, heavy, peak = queueing.idle_wait_share(), queueing.waiting_behind_large(), queueing.describe_peak()
-    if idle > _MAIN_SHARE:
+    if idle > _MAIN_SHARE and cause not in _APPLICATION_QUEUES:
         idle_wait = f"{idle:.0%} of the waiting time passed while no request was running"
         return [Finding(semconv.SYMPTOM_BATCHING, cause, lifetime_share, [queue_time, idle_wait])]
     if heavy is not None:
