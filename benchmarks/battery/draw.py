@@ -18,7 +18,7 @@ from benchmarks.battery.load import Load
 from benchmarks.battery.servers import Server
 from benchmarks.whole.switched_server import find_free_port
 from otel_infer.cli.demo.command import wait_until_healthy
-from otel_infer.cli.demo.model import make_demo_model
+from otel_infer.cli.demo.model import make_demo_model, make_tokenizer, save_model
 
 ROOT = Path(__file__).resolve().parents[2]
 READY_S, STOP_S = 240.0, 30.0
@@ -65,12 +65,24 @@ def make_model(server: Server, folder: Path) -> Path:
     if server.name == "embeddings":
         path = folder / "model-bert"
         if not path.exists():
-            from tests.support.tiny import make_encoder
-
             make_encoder(path)
         return path
     path = folder / "model-llama"
     return path if path.exists() else make_demo_model(path, layers=4, hidden=128)
+
+
+def make_encoder(folder: Path) -> None:
+    """Writes a BERT of random weights and the size of a small one, so that a request takes tens of ms."""
+    import torch
+    from transformers import BertConfig, BertModel
+
+    tokenizer = make_tokenizer()
+    config = BertConfig(
+        vocab_size=len(tokenizer), hidden_size=256, intermediate_size=1024, num_hidden_layers=4,
+        num_attention_heads=8, max_position_embeddings=2048, pad_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    save_model(folder, BertModel(config).eval(), tokenizer)
 
 
 def _start_server(

@@ -100,11 +100,11 @@ def draw_slow_database(rng: random.Random, server: Server) -> Case:
 
 
 def draw_retry_storm(rng: random.Random, server: Server) -> Case:
-    requests = draw_usual(rng, server, rng.uniform(3.0, 4.0))
-    tokens = 4 if server.kind != "embeddings" else 1
+    requests = draw_usual(rng, server, rng.uniform(1.5, 2.0))
+    tokens = 3 if server.kind != "embeddings" else 1
     return Case(
         [
-            replace(request, tokens=request.tokens * tokens, deadline_s=rng.uniform(0.8, 1.5), retries=3)
+            replace(request, tokens=request.tokens * tokens, deadline_s=rng.uniform(0.4, 0.8), retries=2)
             for request in requests
         ]
     )

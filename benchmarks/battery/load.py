@@ -12,7 +12,8 @@ from typing import Any
 
 WORDS = "tell me of the weather in the north and of the roads to it "
 GIVE_UP_S = 90.0
-SLOW_READS_PER_S = 20
+TEXTS = 6
+"""Texts of a request for embeddings."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ class Load:
         text = f"{random.getrandbits(32):08x} " + (WORDS * (request.words // 12 + 1))
         text = " ".join(text.split()[: request.words])
         if self.kind == "embeddings":
-            return {"model": self.model, "input": [text]}
+            return {"model": self.model, "input": [text] * TEXTS}
         body = {
             "model": self.model,
             "messages": [{"role": "user", "content": text}],

@@ -70,7 +70,7 @@ SERVERS = {
         ),
         Server(
             "embeddings", "FastAPI, sentence-transformers", _run_program("embeddings"),
-            "embeddings", 10.0, needs="sentence_transformers",
+            "embeddings", 4.0, needs="sentence_transformers",
         ),
     )
 }  # fmt: skip

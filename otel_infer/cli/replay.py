@@ -107,6 +107,12 @@ def find_running_since(assembler: Assembler) -> list[int]:
     return [request.scheduled_at or request.arrived_at for request in running]
 
 
+def measure_abandoned_share(assembler: Assembler) -> float:
+    """Returns the share of the engines' step time that generated for clients that had left."""
+    engines = assembler.engines.values()
+    return sum(engine.abandoned_ns for engine in engines) / max(sum(engine.busy_ns for engine in engines), 1)
+
+
 def record_to_dict(record: RequestRecord) -> dict[str, Any]:
     """Returns a request as JSON-compatible data; lengths in ms."""
     steps = record.steps

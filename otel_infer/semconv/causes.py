@@ -184,8 +184,8 @@ CAUSE_TABLE = (
     ),
     Cause(
         CAUSE_APPLICATION, GROUP_PRE_ENGINE, "#8ec9e8",
-        "stages that the application recorded, and the time between two generations of one request",
-        "open the longest of these stages in the trace, and make it faster or concurrent",
+        "stages that the application recorded, and its code between stages before the engine, or between two generations",
+        "open the longest of these stages, or gaps between stages, in the trace, and make that code faster or concurrent",
         is_fault=False,
     ),
     Cause(

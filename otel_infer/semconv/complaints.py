@@ -13,6 +13,7 @@ SYMPTOM_LATE_END = "late_end"
 SYMPTOM_SLOW_READER = "slow_reader"
 SYMPTOM_NOT_ENOUGH_CPU = "not_enough_cpu"
 SYMPTOM_TOO_MANY_AT_ONCE = "too_many_at_once"
+SYMPTOM_ABANDONED_WORK = "abandoned_work"
 
 COMPLAINTS = {
     SYMPTOM_PRE_ENGINE: "slow even for tiny prompts",
@@ -25,6 +26,7 @@ COMPLAINTS = {
     SYMPTOM_LATE_END: "the answer is there, but the request does not end",
     SYMPTOM_SLOW_READER: "some clients receive slowly",
     SYMPTOM_NOT_ENOUGH_CPU: "everything is slow at times",
+    SYMPTOM_ABANDONED_WORK: "time-outs and retries make it worse",
     SYMPTOM_TOO_MANY_AT_ONCE: "one user is fast, many are slow",
 }
 """What users report, by symptom. Diagnosis and alerts quote it."""

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Union
 
 from otel_infer import semconv
 from otel_infer.analysis.attribution.breakdown import attribute_latency, stage_priority
+from otel_infer.analysis.attribution.preparation import ENGINE_STAGES
 from otel_infer.analysis.finish import finish_records
 from otel_infer.assembly.assembler import Assembler
 from otel_infer.assembly.records.request import RequestRecord, Stage
@@ -60,6 +61,7 @@ class RequestShape:
         self.latency_stages = [names.index(name) for name in _LATENCY_STAGES if name in names]
         self.has_stage_spans = tree.has_stage_spans(record)
         self.causes, self.slots = _assign_causes(names)
+        self._first_engine_stage = next((i for i, name in enumerate(names) if name in ENGINE_STAGES), 0)
         self.span_count = 1 + self.has_server_span + len(names) * self.has_stage_spans
         self.series: RequestSeries | None = None
         self.layouts: dict[tuple[Any, ...], otlp.SpanTreeLayout | None] = {}
@@ -72,9 +74,12 @@ class RequestShape:
         for slot, length in zip(self.slots, shaped.lengths):
             times[slot] += length
         times[-1] = shaped.end - shaped.begin - sum(shaped.lengths)
-        if not times[-1]:
-            times.pop()
-        return dict(zip(self.causes, times))
+        first = self._first_engine_stage
+        between = shaped.starts[first] - shaped.starts[0] - sum(shaped.lengths[:first]) if first else 0
+        if between:
+            times[-1] -= between
+            times[self.causes.index(semconv.CAUSE_APPLICATION)] += between
+        return {cause: length for cause, length in zip(self.causes, times) if length}
 
     def _divide_around_pauses(self, shaped: ShapedRequest) -> Mapping[str, int]:
         record = self._scratch
@@ -90,7 +95,7 @@ def _assign_causes(names: Sequence[str]) -> tuple[list[str], list[int]]:
     """Returns the causes in the order of a breakdown, and for stages with these names the position of their cause."""
     of_stage = [semconv.STAGE_CAUSES.get(name, semconv.CAUSE_APPLICATION) for name in names]
     order = sorted(range(len(names)), key=lambda number: stage_priority(names[number], number))
-    causes = [*dict.fromkeys([of_stage[number] for number in order])]
+    causes = [*dict.fromkeys([*(of_stage[number] for number in order), semconv.CAUSE_APPLICATION])]
     return [*causes, semconv.CAUSE_UNEXPLAINED], [causes.index(cause) for cause in of_stage]
 
 

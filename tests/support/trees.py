@@ -9,10 +9,15 @@ from otel_infer import semconv
 from tests.support.otlp_receiver import OtlpReceiver
 
 
+WAITS = (semconv.SPAN_ACCEPT, *semconv.WAIT_STAGES)
+"""Stages that a request has only on a machine that is busy at that moment."""
+
+
 def tree(spans: list[dict[str, Any]], parent: str, depth: int = 0) -> list[str]:
-    """Returns the spans below `parent`, indented, in order of time; consecutive steps are counted."""
+    """Returns the spans below `parent`, indented, in order of time; consecutive steps are counted, waits left out."""
     lines: list[str] = []
-    below = sorted((s for s in spans if s["parent_span_id"] == parent), key=lambda s: (s["start"], -s["end"]))
+    children = [span for span in spans if span["parent_span_id"] == parent and span["name"] not in WAITS]
+    below = sorted(children, key=lambda s: (s["start"], -s["end"]))
     for span in below:
         line = "  " * depth + span["name"]
         if lines and lines[-1].startswith(line + " ×"):

@@ -6,7 +6,8 @@ Each ns is attributed once, in this order:
   2. The engine's stages: grammar, KV transfer, queue, prefill, decode.
   3. Other recorded stages, latest start first, because a later stage lies inside the others.
   4. `ingress` and `postprocess`.
-  5. Delays of the event loop, then the time between two generations, which is the application's.
+  5. Delays of the event loop, then the time of the application's code: between two generations, and between
+     the stages before the engine's first one.
   6. `unexplained`: the rest.
 
 The engine's stages exclude the time between two generations of one request. Stages that wait for the event
@@ -28,6 +29,7 @@ from typing import Any
 from otel_infer import semconv
 from otel_infer.analysis.attribution import interference, prefill, step_columns
 from otel_infer.analysis.attribution.decode import StepBreakdown, divide_decode
+from otel_infer.analysis.attribution.preparation import find_preparation
 from otel_infer.assembly.engine.step_rows import STEPS_PER_BATCH
 from otel_infer.assembly.records.intervals import (
     FreeIntervals,
@@ -147,6 +149,8 @@ def _attribute_time(
         _attribute_loop_delay(ledger, record, record.arrived_at, record.ended_at)
     for begin, end, _ in record.generation_gaps:
         ledger.attribute_interval(begin, end, semconv.CAUSE_APPLICATION)
+    if ledger.free and not record.telemetry_lost:
+        ledger.attribute_interval(*find_preparation(record.stages), semconv.CAUSE_APPLICATION)
     ledger.causes[semconv.CAUSE_UNEXPLAINED] += sum([end - begin for begin, end in ledger.free])
 
 

@@ -14,6 +14,7 @@ import numpy as np
 from otel_infer import semconv
 from otel_infer.analysis.diagnosis.concurrency import MIN_CONCURRENCY, SharedTime, estimate_shared_time
 from otel_infer.analysis.diagnosis.cpu_use import CpuUse
+from otel_infer.analysis.diagnosis.serialized import find_serialized_waits
 from otel_infer.analysis.diagnosis.slow_requests import (
     NS_PER_MS,
     SLOW_SHARE,
@@ -36,6 +37,7 @@ COMPLAINTS = (
     semconv.SYMPTOM_BATCHING,
     semconv.SYMPTOM_NOT_ENOUGH_CPU,
     semconv.SYMPTOM_TOO_MANY_AT_ONCE,
+    semconv.SYMPTOM_ABANDONED_WORK,
     semconv.SYMPTOM_LATE_END,
     semconv.SYMPTOM_SLOW_READER,
 )
@@ -53,6 +55,7 @@ WAITS = (
     semconv.SYMPTOM_QUEUEING,
     semconv.SYMPTOM_NOT_ENOUGH_CPU,
     semconv.SYMPTOM_TOO_MANY_AT_ONCE,
+    semconv.SYMPTOM_ABANDONED_WORK,
     semconv.SYMPTOM_LATE_END,
     semconv.SYMPTOM_SLOW_READER,
 )
@@ -61,6 +64,8 @@ EVERYDAY_SHARE, MAIN_SHARE, EVERYDAY_MS = 0.15, 0.5, 20.0
 """Share of the median request's time from which a wait, and from which other time, is everybody's; its least length."""
 EXCESS_SHARE, EXCESS_MS = 0.3, 50.0
 """Share of slow requests' time beyond ordinary ones from which they are slow at all, and its least length."""
+MIN_ABANDONED_SHARE = 0.2
+"""Share of the engines' time from which abandoned work is the reason for waits."""
 _ORDINARY_NEIGHBOURS = 24
 """Requests of about the same number of output tokens whose median is ordinary."""
 _PRE_ENGINE_CAUSES = frozenset(causes.select_causes(causes.GROUP_PRE_ENGINE)) - {semconv.CAUSE_APPLICATION}
@@ -90,12 +95,14 @@ class TimeByComplaint(NamedTuple):
     """The time of requests: a row per request, a column per member of `KINDS`, ns. `excess`: beyond ordinary requests.
 
     `slow`: the rows of the slowest tenth of their size, at least three. `shared`: what concurrency costs, if known.
+    `serialized`: ns in which a request's code waited for another's call, a part of queueing.
     """
 
     time: Any
     excess: Any
     slow: Any
     shared: SharedTime | None
+    serialized: Any
 
     def longest(self, kind: str) -> Any:
         """Returns the rows of the tenth of the requests that have most of this time, at least three."""
@@ -142,17 +149,36 @@ class TimeByComplaint(NamedTuple):
         return self.has_excess and is_large
 
 
-def divide_time(records: Sequence[RequestRecord], cpu: CpuUse | None = None) -> TimeByComplaint:
-    """Returns the time of the requests by complaint. `cpu`: who used the cores while the slow ones ran."""
+def divide_time(
+    records: Sequence[RequestRecord], cpu: CpuUse | None = None, abandoned_share: float = 0.0
+) -> TimeByComplaint:
+    """Returns the time of the requests by complaint. `cpu`: who used the cores while the slow ones ran.
+
+    `abandoned_share`: of the engines' time, what they spent on clients that had left.
+    """
     time = np.array([_divide_request(record) for record in records], float).reshape(-1, len(KINDS))
+    serialized = find_serialized_waits(records)
+    _move_serialized_waits(time, serialized)
     shared = estimate_shared_time(records)
     if shared is not None:
         _move_shared_time(time, shared, cpu)
+    if cpu is not None and cpu.is_taken_by_others:
+        _estimate_cpu_waits(time, np.array([record.thread_delays is None for record in records], bool), cpu)
+    if abandoned_share >= MIN_ABANDONED_SHARE:
+        _move_waits_for_abandoned_work(time)
     sizes = np.array([record.output_tokens for record in records])
     excess = time - _find_ordinary_time(time, sizes)
     count = min(max(round(len(records) * SLOW_SHARE), 3), len(records))
     slow = np.argsort(excess.sum(axis=1), kind="stable")[-count:] if count else np.zeros(0, int)
-    return TimeByComplaint(time, excess, slow, shared)
+    return TimeByComplaint(time, excess, slow, shared, serialized)
+
+
+def _move_serialized_waits(time: Any, serialized: Any) -> None:
+    """Moves the time in which the application's code waited for other requests' calls to the queue."""
+    origin, target = KINDS.index(semconv.SYMPTOM_PRE_ENGINE), KINDS.index(semconv.SYMPTOM_QUEUEING)
+    moved = np.minimum(serialized, time[:, origin])
+    time[:, origin] -= moved
+    time[:, target] += moved
 
 
 def _move_shared_time(time: Any, shared: SharedTime, cpu: CpuUse | None) -> None:
@@ -217,6 +243,25 @@ def _move_by_phase(
     move(streaming.get(semconv.CAUSE_PREFILL, 0), semconv.SYMPTOM_PREFILL, OWN_WORK)
     move(hung_time(record), UNCOVERED, semconv.SYMPTOM_STUTTER)
     move(client_backpressure(record), semconv.SYMPTOM_LATE_END, semconv.SYMPTOM_SLOW_READER)
+
+
+def _move_waits_for_abandoned_work(time: Any) -> None:
+    """Moves all waits for capacity: without the abandoned work, the engine would have it."""
+    target = KINDS.index(semconv.SYMPTOM_ABANDONED_WORK)
+    for kind in (semconv.SYMPTOM_QUEUEING, semconv.SYMPTOM_TOO_MANY_AT_ONCE):
+        time[:, target] += time[:, KINDS.index(kind)]
+        time[:, KINDS.index(kind)] = 0
+
+
+def _estimate_cpu_waits(time: Any, is_unmeasured: Any, cpu: CpuUse) -> None:
+    """Moves time of requests whose threads are not measured to the lack of cores: the share that others use of them."""
+    share = max(cpu.other_processes, cpu.other_threads)
+    target = KINDS.index(semconv.SYMPTOM_NOT_ENOUGH_CPU)
+    for kind in (OWN_WORK, UNCOVERED):
+        column = KINDS.index(kind)
+        moved = np.where(is_unmeasured, share * time[:, column], 0.0)
+        time[:, column] -= moved
+        time[:, target] += moved
 
 
 def _find_ordinary_time(time: Any, sizes: Any) -> Any:

@@ -11,6 +11,7 @@ from otel_infer.analysis.diagnosis.cpu_use import CpuUse
 from otel_infer.analysis.diagnosis.excess import TimeByComplaint
 from otel_infer.analysis.diagnosis.symptoms import Finding
 from otel_infer.assembly.records.request import RequestRecord
+from otel_infer.ringbuffer import events
 
 
 def find_cpu_shortage(served: Sequence[RequestRecord], time: TimeByComplaint, cpu: CpuUse) -> list[Finding]:
@@ -27,6 +28,20 @@ def find_cpu_shortage(served: Sequence[RequestRecord], time: TimeByComplaint, cp
     if cpu.is_taken_by_others:
         evidence.append(cpu.describe())
     return [Finding(kind, semconv.CAUSE_STARVED, time.total_share(kind), evidence)]
+
+
+def find_abandoned_work(
+    served: Sequence[RequestRecord], time: TimeByComplaint, abandoned_share: float
+) -> list[Finding]:
+    """Finds requests that wait while the engine generates for clients that have left."""
+    kind = semconv.SYMPTOM_ABANDONED_WORK
+    if not time.is_complaint(kind):
+        return []
+    left = sum(record.outcome == events.ABORTED for record in served)
+    return [Finding(kind, semconv.CAUSE_DECODE, time.total_share(kind), [
+        f"{abandoned_share:.0%} of the engine's time is spent on requests whose client has left",
+        f"{left} of {len(served)} requests were given up by their client",
+    ])]  # fmt: skip
 
 
 def find_too_many_at_once(served: Sequence[RequestRecord], time: TimeByComplaint) -> list[Finding]:

@@ -16,7 +16,11 @@ import numpy as np
 from otel_infer import semconv
 from otel_infer.analysis.diagnosis.cpu_use import measure_cpu_use
 from otel_infer.analysis.diagnosis.excess import UNCOVERED, TimeByComplaint, divide_time, find_kind
-from otel_infer.analysis.diagnosis.processor import find_cpu_shortage, find_too_many_at_once
+from otel_infer.analysis.diagnosis.processor import (
+    find_abandoned_work,
+    find_cpu_shortage,
+    find_too_many_at_once,
+)
 from otel_infer.analysis.diagnosis.queueing import QueueAnalysis
 from otel_infer.analysis.diagnosis.response_end import find_late_end, find_slow_reader
 from otel_infer.analysis.diagnosis.slow_requests import (
@@ -78,18 +82,23 @@ class Diagnosis(NamedTuple):
     note: str
     weighed: str = ""
 
+    def describe_share(self, finding: Finding) -> str:
+        """Returns the weight of a finding, and what it is a share of."""
+        return f"{finding.weight:.0%} of {self.weighed}"
+
 
 def diagnose_requests(
     records: Sequence[RequestRecord],
     since: int = 0,
     unfinished: Sequence[int] = (),
     cpu_usage: Sequence[CpuSeen] = (),
+    abandoned_share: float = 0.0,
 ) -> Diagnosis:
     """Returns the symptom that these requests show, with its evidence.
 
     `since`: from this instant on (monotonic ns) all requests are recorded; earlier ones only if they were
     open then. `unfinished`: start instants of running requests that have not ended. `cpu_usage`: of the
-    server's cores.
+    server's cores. `abandoned_share`: of the engines' time, what they spent on clients that had left.
     """
     served = [record for record in records if _is_served(record)]
     cause_shares = _cause_shares(served)
@@ -99,9 +108,9 @@ def diagnose_requests(
             note += f" (of {len(records)}; the others failed or are no inference)"
         return Diagnosis(INSUFFICIENT, len(served), [], cause_shares, note)
     cpu = measure_cpu_use(cpu_usage, select_slowest(served, lambda r: r.duration_ns).records)
-    time = divide_time(served, cpu)
+    time = divide_time(served, cpu, abandoned_share)
     findings = [finding for rule in _RULES for finding in rule(served, time)]
-    findings += find_cpu_shortage(served, time, cpu)
+    findings += find_cpu_shortage(served, time, cpu) + find_abandoned_work(served, time, abandoned_share)
     others = [record for record in records if not _is_served(record)]
     findings += _find_queueing(served, time, QueueAnalysis(served, others, since, unfinished))
     return _choose_verdict(served, time, findings, cause_shares)
@@ -122,7 +131,9 @@ def _choose_verdict(
     by_excess = time.has_excess and not is_everyday
     measure = time.excess_share if by_excess else time.total_share
     weighed = _OF_EXCESS if by_excess else _OF_ALL
-    weighted = [finding._replace(weight=measure(find_kind(finding.symptom, finding.cause))) for finding in findings]
+    weighted = [
+        finding._replace(weight=measure(find_kind(finding.symptom, finding.cause))) for finding in findings
+    ]
     weighted = _keep_largest_of_kind(sorted(weighted, key=lambda finding: -finding.weight))
     uncovered = measure(UNCOVERED)
     is_uncovered = uncovered > max([finding.weight for finding in weighted], default=MAX_UNEXPLAINED_SHARE)
@@ -262,6 +273,8 @@ def _find_queueing(
     is_large = weight >= _WAIT_SHARE and mean_ms >= max(_MIN_WAIT_MS, _GAPS_PER_QUEUE * median_gap_ms(served))
     if not is_large and not time.is_complaint(semconv.SYMPTOM_QUEUEING):
         return []
+    if time.serialized.sum() > sum(sum_cause_time(record, *_QUEUE_CAUSES) for record in served):
+        return [_describe_serialized(time)]
     cause, lifetime_share = max(_QUEUE_CAUSES, key=slow.total_ns), slow.lifetime_share(*_QUEUE_CAUSES)
     queue_time = f"{weight:.0%} of the time to the first token of the slowest {len(slow.records)} requests is queue, {mean_ms:.0f} ms each"
     idle, heavy, peak = queueing.idle_wait_share(), queueing.waiting_behind_large(), queueing.describe_peak()
@@ -277,6 +290,14 @@ def _find_queueing(
             semconv.SYMPTOM_QUEUEING, cause, lifetime_share, [queue_time, "at any load, not only at a peak"]
         )
     ]
+
+
+def _describe_serialized(time: TimeByComplaint) -> Finding:
+    waits = time.serialized[time.serialized > 0]
+    return Finding(semconv.SYMPTOM_QUEUEING, semconv.CAUSE_LOCK_QUEUE, 0.0, [
+        f"the code of {len(waits)} of {len(time.serialized)} requests goes on as another request's model call ends: one at a time, as with a lock",
+        f"it waits {float(np.mean(waits)) / NS_PER_MS:.0f} ms each",
+    ])  # fmt: skip
 
 
 def _find_batching_delay(served: list[RequestRecord], time: TimeByComplaint) -> list[Finding]:

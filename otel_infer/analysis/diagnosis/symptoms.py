@@ -71,6 +71,11 @@ SYMPTOMS = {
         "generations run at the same time and share cores and the GIL",
         "limit how many generate at a time (a semaphore), or batch them in one engine (continuous batching)",
     ),
+    semconv.SYMPTOM_ABANDONED_WORK: Symptom(
+        semconv.COMPLAINTS[semconv.SYMPTOM_ABANDONED_WORK],
+        "the server goes on generating for clients that have left, and the others wait for it",
+        "stop generating when the client disconnects (a StoppingCriteria, an abort), and let clients back off before a retry",
+    ),
 }
 """By name. `Finding.change` refines `change` by cause."""
 
@@ -81,6 +86,16 @@ _CHANGE_BY_SYMPTOM_AND_CAUSE = {
     ),
 }
 """The first change to make, where it differs from the cause's and the symptom's own."""
+
+
+_CHANGE_WHATEVER_THE_CAUSE = (
+    semconv.SYMPTOM_LATE_END,
+    semconv.SYMPTOM_SLOW_READER,
+    semconv.SYMPTOM_NOT_ENOUGH_CPU,
+    semconv.SYMPTOM_TOO_MANY_AT_ONCE,
+    semconv.SYMPTOM_ABANDONED_WORK,
+)
+"""Symptoms whose cause is one of their effects."""
 
 
 class Finding(NamedTuple):
@@ -94,5 +109,7 @@ class Finding(NamedTuple):
     @property
     def change(self) -> str:
         """The first change to make."""
+        if self.symptom in _CHANGE_WHATEVER_THE_CAUSE:
+            return SYMPTOMS[self.symptom].change
         default = semconv.CAUSES[self.cause].change or SYMPTOMS[self.symptom].change
         return _CHANGE_BY_SYMPTOM_AND_CAUSE.get((self.symptom, self.cause), default)

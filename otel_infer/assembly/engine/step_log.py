@@ -95,6 +95,8 @@ class EngineStepLog:
         self.batch_unknown = False
         self.first_gap_at = 0
         self.forgotten = 0
+        self.busy_ns = self.abandoned_ns = 0
+        """Time of all steps, and of steps that generate only for a client that has left."""
         self._find_member = find
         self._members: list[int] | None = None
         self._sequences: dict[int, int] = {}  # handle → its sequences in the batch
@@ -155,12 +157,22 @@ class EngineStepLog:
             completed = len([position for position in positions if counts.get(position, 1) > 0])
             if completed:
                 self._complete_prefills(handle, completed, ended_at, event.step)
+        self.busy_ns += ended_at - scheduled.at
+        if len(members) == 1 and self._is_abandoned(members[0]):
+            self.abandoned_ns += ended_at - scheduled.at
         self.baseline.record_step_end(ended_at)
         return StepRecord(
             self.engine, self.pid, event.step, scheduled.at, ended_at, scheduled.size,
             self.table.prefill_tokens(event.step), scheduled.size - prefilling,
             scheduled.kv_used, scheduled.kv_total, scheduled.running, scheduled.waiting, self.block_tokens,
         )  # fmt: skip
+
+    def _is_abandoned(self, handle: int) -> bool:
+        """Returns whether the client of this member has left; unknown (0) members count as present."""
+        request = self._find_member(handle) if handle else None
+        if request is None:
+            return bool(handle)  # concluded
+        return request.ended is not None and request.ended.outcome == events.ABORTED
 
     def add_host_time(self, step: int, length: int) -> None:
         """Records how long a worker's part of a step took by the host's clock, ns."""

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from otel_infer import semconv
 from otel_infer.assembly.requests.open_request import OpenRequest
+from otel_infer.assembly.requests.stages import RESULT_STAGES
 from otel_infer.ringbuffer import events
 from otel_infer.ringbuffer.events import make_tuple
 
@@ -140,8 +141,13 @@ def _follow_stages(request: OpenRequest, ended: events.RequestEnded, begin: int,
     if names and response_at:
         if not free_from <= response_at < end:
             return None
+        has_result = not RESULT_STAGES.isdisjoint(names)
+        if (
+            has_result and names[-1] not in RESULT_STAGES
+        ):  # postprocessing contains the stages after the result
+            return None
         names.append(semconv.SPAN_POSTPROCESS)
-        starts.append(response_at)
+        starts.append(free_from if has_result else response_at)
         ends.append(end)
         numbers.append((ended.send_wait_ns / 1e9,))
     return names, starts, ends, numbers

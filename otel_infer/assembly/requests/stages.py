@@ -21,6 +21,8 @@ Attributes = dict[str, events.Value]
 Interval = tuple[int, int]
 DescribeStage = Callable[[OpenRequest, int, int], Attributes]
 NO_INTERVAL: Interval = (0, 0)
+RESULT_STAGES = frozenset((semconv.SPAN_FORWARD, semconv.SPAN_D2H))
+"""Stages after which a result exists that needs no decoding."""
 _WAITS = frozenset((semconv.SPAN_ACCEPT, *semconv.WAIT_STAGES))
 
 
@@ -228,13 +230,13 @@ def _decode_interval(record: RequestRecord, milestones: Milestones) -> Interval:
 def _postprocess_interval(
     record: RequestRecord, request: OpenRequest, milestones: Milestones, has_other_stages: bool
 ) -> Interval:
-    # Nothing was generated.
+    # Nothing was generated. What follows the model is postprocessing.
     if not (milestones.submitted_at or milestones.scheduled_at or milestones.has_token):
-        return (
-            (milestones.response_at, record.ended_at)
-            if milestones.response_at and has_other_stages
-            else NO_INTERVAL
-        )
+        if not milestones.response_at or not has_other_stages:
+            return NO_INTERVAL
+        return min(
+            _find_result_time(request) or milestones.response_at, milestones.response_at
+        ), record.ended_at
     if milestones.is_failed and not milestones.finished:
         return NO_INTERVAL
     ended = request.ended
@@ -249,6 +251,11 @@ def _postprocess_interval(
         if milestones.last_token_at and is_observed
         else NO_INTERVAL
     )
+
+
+def _find_result_time(request: OpenRequest) -> int:
+    """Returns when the last call of a model, or the last copy from a device, ended; 0 = there was none."""
+    return max([event.at for event in request.stages if event.stage in RESULT_STAGES], default=0)
 
 
 def _egress_attributes(request: OpenRequest, began: int, ended: int) -> Attributes:

@@ -96,6 +96,7 @@ class ExplainInput(NamedTuple):
     complete_since: int
     running_since: list[int]
     cpu_usage: Sequence[CpuSeen] = ()
+    abandoned_share: float = 0.0
 
 
 def _read_input(arguments: argparse.Namespace) -> ExplainInput:
@@ -129,7 +130,12 @@ def _read_inferences(path: Path, request_id: str | None = None, folder: Path | N
     `folder`: the folder of the rings if the tape is a dump of a running server.
     """
     from otel_infer.assembly.assembler import Assembler
-    from otel_infer.cli.replay import find_running_since, read_recent_records, read_records
+    from otel_infer.cli.replay import (
+        find_running_since,
+        measure_abandoned_share,
+        read_recent_records,
+        read_records,
+    )
 
     assembler = Assembler()
     finished = list((read_records if request_id else read_recent_records)(path, assembler))
@@ -137,7 +143,14 @@ def _read_inferences(path: Path, request_id: str | None = None, folder: Path | N
     source = describe_source(finished, complete_since, tape=None if folder else path, folder=folder)
     inferences = [record for record in finished if record.operation]
     running_since = find_running_since(assembler)
-    return ExplainInput(source, inferences, complete_since, running_since, assembler.processes.cpu_usage)
+    return ExplainInput(
+        source,
+        inferences,
+        complete_since,
+        running_since,
+        assembler.processes.cpu_usage,
+        measure_abandoned_share(assembler),
+    )
 
 
 # ── all requests ─────────────────────────────────────────────────────────────────────────────────────────────────
@@ -147,7 +160,9 @@ def _explain_all(data: ExplainInput, worst: int, as_json: bool, latency: ClientL
     from otel_infer.analysis.diagnosis.rules import diagnose_requests
 
     records = data.records
-    diagnosis = diagnose_requests(records, data.complete_since, data.running_since, data.cpu_usage)
+    diagnosis = diagnose_requests(
+        records, data.complete_since, data.running_since, data.cpu_usage, data.abandoned_share
+    )
     slowest = sorted(records, key=lambda record: -record.duration_ns)[: max(worst, 0)]
     if as_json:
         print(json.dumps(_explanation_to_dict(data, diagnosis, slowest, latency)))
@@ -203,7 +218,7 @@ def _print_findings(out: Console, diagnosis: Diagnosis) -> None:
     for number, finding in enumerate(diagnosis.findings):
         row = SYMPTOMS[finding.symptom]
         out.print(f"{'' if number == 0 else 'also: '}“{row.complaint}”: {row.meaning}", style="bold")
-        for evidence in finding.evidence:
+        for evidence in (diagnosis.describe_share(finding), *finding.evidence):
             out.print(f"  · {evidence}")
         out.print(f"  change first: {finding.change}")
 

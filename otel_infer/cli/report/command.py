@@ -67,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
 def read_recording(path: Path) -> RecordingContents:
     """Returns the contents of a tape within its period; raises `InvalidRecording` or `OSError`."""
     from otel_infer.assembly.assembler import Assembler
-    from otel_infer.cli.replay import find_running_since, read_recent_records
+    from otel_infer.cli.replay import find_running_since, measure_abandoned_share, read_recent_records
     from otel_infer.cli.report.summary import RecordingContents
 
     assembler = Assembler()
@@ -82,7 +82,7 @@ def read_recording(path: Path) -> RecordingContents:
     non_engine = len(finished) - len(inferences)
     return RecordingContents(
         inferences, steps, pauses, unfinished, non_engine, objectives, began, find_running_since(assembler),
-        assembler.processes.cpu_usage,
+        assembler.processes.cpu_usage, measure_abandoned_share(assembler),
     )  # fmt: skip
 
 

@@ -120,7 +120,8 @@ def _render_verdict(view: ReportView) -> str:
 def _render_finding(view: ReportView, diagnosis: Diagnosis, number: int) -> str:
     finding = diagnosis.findings[number]
     row = SYMPTOMS[finding.symptom]
-    evidence = "".join(f"<li>{_link_trace_ids(view, escape_text(line))}</li>" for line in finding.evidence)
+    lines = (diagnosis.describe_share(finding), *finding.evidence)
+    evidence = "".join(f"<li>{_link_trace_ids(view, escape_text(line))}</li>" for line in lines)
     head = f"“{escape_text(row.complaint)}”: {escape_text(row.meaning)}"
     title = (
         f'<h2 id="verdict" data-verdict="{escape_text(diagnosis.verdict)}">{head}</h2>'

@@ -50,6 +50,7 @@ class RecordingContents(NamedTuple):
     complete_since: int = 0
     running_since: Sequence[int] = ()
     cpu_usage: Sequence[CpuSeen] = ()
+    abandoned_share: float = 0.0
 
     def time_range(self) -> tuple[int, int]:
         """Returns the first and last instant with complete data (monotonic ns); (0, 0) for an empty tape."""
@@ -140,8 +141,9 @@ def build_view(recording: RecordingContents) -> ReportView:
     """Builds the view of a tape."""
     began, ended = recording.time_range()
     diagnosis = diagnose_requests(
-        recording.records, recording.complete_since, recording.running_since, recording.cpu_usage
-    )
+        recording.records, recording.complete_since, recording.running_since, recording.cpu_usage,
+        recording.abandoned_share,
+    )  # fmt: skip
     interferers = _rank_interferers(recording.records)
     missed = {
         r.span_id: names

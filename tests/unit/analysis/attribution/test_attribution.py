@@ -221,7 +221,7 @@ def test_attribution_is_the_same_in_batches_and_alone(program: list[Tick], depth
 @table("""
 hidden queue is separate from scheduler queue
     tokenize 2–5, submitted 6, received 36, step 56–66 a:4, step 66–76 a, ends 78 chunks=2
-    → ingress 2, tokenize 3, unexplained 1, hidden_queue 30, scheduler_queue 20, prefill 10, decode 10, egress 2
+    → ingress 2, tokenize 3, application 1, hidden_queue 30, scheduler_queue 20, prefill 10, decode 10, egress 2
 grammar and kv transfer are not scheduler queue
     submitted 2, received 6, grammar 4–34, kv transfer 40–50, step 56–66 a:4, ends 66
     → ingress 2, hidden_queue 2, grammar 30, kv_transfer 10, scheduler_queue 12, prefill 10
@@ -230,7 +230,7 @@ media time is taken out of tokenize
     → ingress 2, tokenize 13, media 45, prefill 6
 stage of the application is application
     database lookup 1–251, submitted 260, step 260–270 a:4, ends 270
-    → ingress 1, application 250, unexplained 9, prefill 10
+    → ingress 1, application 259, prefill 10
 nested stage takes its time from the outer
     outer 0–100, tokenize 40–60, ends 100
     → application 80, tokenize 20

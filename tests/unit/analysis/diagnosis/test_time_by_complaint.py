@@ -29,7 +29,9 @@ SECOND = 1_000 * MS
 TEMPLATE = SimulatedServer().records([ClientRequest(0, 16, 4)])[0]
 
 
-def make_record(at_ms: float, causes_ms: Causes, tokens: int = 20, send_wait_ms: float = 0.0) -> RequestRecord:
+def make_record(
+    at_ms: float, causes_ms: Causes, tokens: int = 20, send_wait_ms: float = 0.0
+) -> RequestRecord:
     """Returns a request whose causes follow each other in the order given, each in its stage.
 
     `unexplained` has no stage.
@@ -61,7 +63,10 @@ def make_load(
     return [
         make_record(
             number * 1000.0,
-            {cause: ms * draw.uniform(0.95, 1.05) for cause, ms in (slow if number % every == 0 else usual).items()},
+            {
+                cause: ms * draw.uniform(0.95, 1.05)
+                for cause, ms in (slow if number % every == 0 else usual).items()
+            },
             **(more if number % every == 0 else {}),  # type: ignore[arg-type]
         )
         for number in range(48)
@@ -136,7 +141,9 @@ def test_longer_answers_are_no_excess() -> None:
 def test_noise_is_no_excess() -> None:
     draw = random.Random(3)
     records = [
-        make_record(number * 1000.0, {"prefill": 10, "decode": draw.uniform(90, 130), "starved": draw.uniform(0, 8)})
+        make_record(
+            number * 1000.0, {"prefill": 10, "decode": draw.uniform(90, 130), "starved": draw.uniform(0, 8)}
+        )
         for number in range(60)
     ]
     assert diagnose(records).verdict == "healthy"
@@ -241,3 +248,16 @@ def test_cpu_use_is_that_of_the_slow_requests() -> None:
     record = make_record(1200, {"decode": 100})
     assert measure_cpu_use(readings, [record]) == CpuUse(0.5, 0.0, 0.0)
     assert measure_cpu_use(readings, []) == measure_cpu_use([], [record]) == CpuUse()
+
+
+def test_waits_beside_abandoned_work_are_due_to_it() -> None:
+    slow = {"lock_queue": 400, **BUSY}
+    assert diagnose(make_load(slow), abandoned_share=0.1).verdict == "queueing"
+    diagnosis = diagnose(make_load(slow), abandoned_share=0.4)
+    assert diagnosis.verdict == "abandoned_work"
+    assert "40% of the engine's time" in diagnosis.findings[0].evidence[0]
+    assert "disconnects" in diagnosis.findings[0].change
+
+
+def test_abandoned_work_without_waits_is_healthy() -> None:
+    assert diagnose(make_load(BUSY, BUSY), abandoned_share=0.9).verdict == "healthy"

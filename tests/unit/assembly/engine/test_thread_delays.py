@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from otel_infer.assembly.engine.step_cost import StepCostModel
 from otel_infer.assembly.engine.thread_delays import CAPACITY, MAX_PENDING, ThreadDelays
-from otel_infer.ringbuffer.events import ThreadSeen
+from otel_infer.ringbuffer.events import ThreadRan, ThreadSeen
 
 MS = 1_000_000
 COSTS = StepCostModel(8 * MS, 0.5 * MS, 0.1 * MS, 100)  # of four sequences: 10 ms
@@ -180,3 +180,45 @@ def test_single_interval_matches_the_vectorized_result(
     single = delays.delay_in_interval(begin * MS, (begin + length) * MS)
     many = delays.delays_in_intervals(*(np.array([instant * MS]) for instant in (begin, begin + length)))
     assert single == pytest.approx(tuple(float(column[0]) for column in many), abs=1)
+
+
+def total(until: float, since: float, *, ran=0.0, waited=0.0, system=0.0, faults=0) -> ThreadRan:
+    us = [round(value * 1000) for value in (ran, waited, system)]
+    return ThreadRan(round(until * MS), round(since * MS), "toy", 0, *us, faults)
+
+
+def explain_steps(delays: ThreadDelays, steps: np.ndarray) -> list[float]:
+    """Returns the starved ms of each step."""
+    delays.resolve_samples(steps, COSTS, final=True)
+    begins, ends = steps[2, :-1], steps[2, 1:]
+    over = np.maximum(ends - begins - 10 * MS, 0)
+    return (np.array(delays.delay_shares(begins, ends)[0]) * over / MS).round(1).tolist()
+
+
+def test_totals_of_a_thread_without_samples_are_one_sample() -> None:
+    delays = ThreadDelays()
+    delays.add_totals(total(60, 0, ran=40, waited=20))
+    assert explain_steps(delays, table(10, 30, 10, 10)) == [0, 20, 0, 0]
+
+
+def test_totals_complete_the_samples_of_a_thread() -> None:
+    """The sidecar has seen 10 ms of waiting up to 40 ms; the other 15 ms were after that."""
+    delays = ThreadDelays()
+    delays.add_sample(sample(40, 0, ran=30, waited=10))
+    delays.add_totals(total(80, 0, ran=50, waited=25))
+    assert explain_steps(delays, table(10, 20, 10, 10, 25, 5)) == [0, 10, 0, 0, 15, 0]
+
+
+def test_totals_of_a_later_thread_ignore_the_earlier_one() -> None:
+    delays = ThreadDelays()
+    delays.add_sample(sample(40, 0, ran=30, waited=10))
+    delays.add_totals(total(40, 0, ran=30, waited=10))
+    delays.add_totals(total(100, 60, ran=20, waited=20))
+    assert explain_steps(delays, table(10, 20, 10, 20, 30, 10)) == [0, 10, 0, 0, 20, 0]
+
+
+def test_totals_older_than_the_samples_add_nothing() -> None:
+    delays = ThreadDelays()
+    delays.add_sample(sample(40, 0, ran=40))
+    delays.add_totals(total(30, 0, ran=10, waited=20))
+    assert explain_steps(delays, table(10, 20, 10)) == [0, 0, 0]
