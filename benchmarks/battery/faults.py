@@ -134,8 +134,8 @@ def draw_long_prompts(rng: random.Random, server: Server) -> Case:
 def draw_burst(rng: random.Random, server: Server) -> Case:
     requests = draw_usual(rng, server, 0.5)
     at = SECONDS * rng.uniform(0.4, 0.6)
-    size = rng.randint(25, 40)
-    burst = draw_requests(rng, 1.0, size, server.tokens)[:size]
+    size = rng.randint(25, 40) * (3 if server.name == "embeddings" else 1)
+    burst = draw_requests(rng, 0.5, 2 * size, server.tokens)[:size]
     return Case(requests + [replace(request, at=at + request.at) for request in burst])
 
 

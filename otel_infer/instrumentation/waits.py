@@ -14,7 +14,7 @@ import sys
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from otel_infer import _clock, semconv
+from otel_infer import _clock
 from otel_infer.instrumentation.hooks.context_hooks import compile_thread_work
 from otel_infer.instrumentation.hooks.instrumentor import Instrumentor
 from otel_infer.instrumentation.hooks.probe import Hook, WrapperFactory
@@ -46,7 +46,7 @@ class PooledCall:
         self._submitted_at = _clock.now()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        _record_wait(self._request, semconv.SPAN_POOL_WAIT, self._submitted_at, self._size)
+        _record_wait(self._request, events.POOL_WAIT, self._submitted_at, self._size)
         return self._call(*args, **kwargs)
 
 
@@ -84,7 +84,7 @@ def _count_tokens(limiter: Any) -> int:
 
 def _patch_coroutine(kind: str, is_free: Callable[[Any], bool]) -> WrapperFactory:
     """Returns a factory for `acquire` or `wait` of asyncio. `is_free`: whether an object can be had at once."""
-    number = semconv.WAIT_KINDS.index(kind) + 1
+    number = events.WAIT_KINDS.index(kind) + 1
 
     def make_wrapper(original: Callable[..., Awaitable[Any]], hook: Hook) -> Callable[..., Awaitable[Any]]:
         async def wait_and_record(self: Any, request: RequestSpan) -> Any:
@@ -92,7 +92,7 @@ def _patch_coroutine(kind: str, is_free: Callable[[Any], bool]) -> WrapperFactor
             try:
                 return await original(self)
             finally:
-                _record_wait(request, semconv.SPAN_LOCK_WAIT, began_at, number)
+                _record_wait(request, events.LOCK_WAIT, began_at, number)
 
         def acquire(self: Any) -> Awaitable[Any]:
             if hook.alive and not is_free(self):
@@ -112,7 +112,7 @@ def _patch_coroutine(kind: str, is_free: Callable[[Any], bool]) -> WrapperFactor
 
 def _patch_blocking(kind: str, is_free: Callable[[Any], bool]) -> WrapperFactory:
     """Returns a factory for `acquire` or `wait` of threading."""
-    number = semconv.WAIT_KINDS.index(kind) + 1
+    number = events.WAIT_KINDS.index(kind) + 1
 
     def make_wrapper(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
         def acquire(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -125,7 +125,7 @@ def _patch_blocking(kind: str, is_free: Callable[[Any], bool]) -> WrapperFactory
             try:
                 return original(self, *args, **kwargs)
             finally:
-                _record_wait(request, semconv.SPAN_LOCK_WAIT, began_at, number)
+                _record_wait(request, events.LOCK_WAIT, began_at, number)
 
         return compile_thread_work(original, hook, acquire)
 

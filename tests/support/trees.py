@@ -8,7 +8,6 @@ from typing import Any
 from otel_infer import semconv
 from tests.support.otlp_receiver import OtlpReceiver
 
-
 WAITS = (semconv.SPAN_ACCEPT, *semconv.WAIT_STAGES)
 """Stages that a request has only on a machine that is busy at that moment."""
 

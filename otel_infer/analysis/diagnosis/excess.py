@@ -23,6 +23,7 @@ from otel_infer.analysis.diagnosis.slow_requests import (
     hung_time,
     loop_delay_before_token,
     loop_delays_while_streaming,
+    sum_cause_time,
 )
 from otel_infer.assembly.records.request import RequestRecord
 from otel_infer.semconv import causes
@@ -69,6 +70,7 @@ MIN_ABANDONED_SHARE = 0.2
 _ORDINARY_NEIGHBOURS = 24
 """Requests of about the same number of output tokens whose median is ordinary."""
 _PRE_ENGINE_CAUSES = frozenset(causes.select_causes(causes.GROUP_PRE_ENGINE)) - {semconv.CAUSE_APPLICATION}
+_LATE_LOOP_CAUSES = (semconv.CAUSE_SOCKET_QUEUE, semconv.CAUSE_EVENT_LOOP)
 _CPU_CAUSES = (semconv.CAUSE_STARVED, semconv.CAUSE_THROTTLED)
 _WARMUP_CAUSES = frozenset(row.name for row in causes.CAUSE_TABLE if row.is_warmup)
 _KIND_OF_CAUSE: Mapping[str, str] = {
@@ -163,7 +165,7 @@ def divide_time(
     if shared is not None:
         _move_shared_time(time, shared, cpu)
     if cpu is not None and cpu.is_taken_by_others:
-        _estimate_cpu_waits(time, np.array([record.thread_delays is None for record in records], bool), cpu)
+        _estimate_cpu_waits(time, records, cpu)
     if abandoned_share >= MIN_ABANDONED_SHARE:
         _move_waits_for_abandoned_work(time)
     sizes = np.array([record.output_tokens for record in records])
@@ -239,6 +241,11 @@ def _move_by_phase(
         semconv.SYMPTOM_STUTTER,
         semconv.SYMPTOM_PREFILL,
     )
+    if not record.first_token_at and record.find_stage(semconv.SPAN_FORWARD) is not None:
+        # The forward pass of an encoder or a classifier processes its input, as a prefill does.
+        move(
+            min(all_causes.get(semconv.CAUSE_DECODE, 0), by_kind[OWN_WORK]), OWN_WORK, semconv.SYMPTOM_PREFILL
+        )
     # What several prompts of one request take while its tokens stream is its own work.
     move(streaming.get(semconv.CAUSE_PREFILL, 0), semconv.SYMPTOM_PREFILL, OWN_WORK)
     move(hung_time(record), UNCOVERED, semconv.SYMPTOM_STUTTER)
@@ -253,15 +260,25 @@ def _move_waits_for_abandoned_work(time: Any) -> None:
         time[:, KINDS.index(kind)] = 0
 
 
-def _estimate_cpu_waits(time: Any, is_unmeasured: Any, cpu: CpuUse) -> None:
-    """Moves time of requests whose threads are not measured to the lack of cores: the share that others use of them."""
+def _estimate_cpu_waits(time: Any, records: Sequence[RequestRecord], cpu: CpuUse) -> None:
+    """Moves time in which threads are not measured to the lack of cores: the share that others use of them.
+
+    It is the time of requests without thread delays, and that of the event loop, which is late because its thread
+    has no core.
+    """
+    is_unmeasured = np.array([record.thread_delays is None for record in records], bool)
     share = max(cpu.other_processes, cpu.other_threads)
     target = KINDS.index(semconv.SYMPTOM_NOT_ENOUGH_CPU)
-    for kind in (OWN_WORK, UNCOVERED):
+    for kind in (OWN_WORK, semconv.SYMPTOM_PREFILL, UNCOVERED):
         column = KINDS.index(kind)
         moved = np.where(is_unmeasured, share * time[:, column], 0.0)
         time[:, column] -= moved
         time[:, target] += moved
+    late = np.array([sum_cause_time(record, *_LATE_LOOP_CAUSES) for record in records], float)
+    column = KINDS.index(semconv.SYMPTOM_PRE_ENGINE)
+    moved = share * np.minimum(late, time[:, column])
+    time[:, column] -= moved
+    time[:, target] += moved
 
 
 def _find_ordinary_time(time: Any, sizes: Any) -> Any:

@@ -21,10 +21,16 @@ from otel_infer.analysis.diagnosis.processor import (
     find_cpu_shortage,
     find_too_many_at_once,
 )
+from otel_infer.analysis.diagnosis.prompts import (
+    find_expensive_prefill,
+    find_large_inputs,
+    find_prefill_interference,
+)
 from otel_infer.analysis.diagnosis.queueing import QueueAnalysis
 from otel_infer.analysis.diagnosis.response_end import find_late_end, find_slow_reader
 from otel_infer.analysis.diagnosis.slow_requests import (
     MIN_REQUESTS,
+    NOTICEABLE_MS,
     NS_PER_MS,
     app_time_before_token,
     client_backpressure,
@@ -38,7 +44,11 @@ from otel_infer.analysis.diagnosis.slow_requests import (
     sum_streaming_cause_time,
     ttft_or_duration,
 )
-from otel_infer.analysis.diagnosis.stalls import find_event_loop_stalls, find_stream_stalls
+from otel_infer.analysis.diagnosis.stalls import (
+    find_event_loop_stalls,
+    find_stalled_results,
+    find_stream_stalls,
+)
 from otel_infer.analysis.diagnosis.symptoms import Finding
 from otel_infer.analysis.diagnosis.uncovered import locate_uncovered_time
 from otel_infer.assembly.engine.step_table import CAPACITY
@@ -54,16 +64,12 @@ MAX_UNCLASSIFIED_SHARE = 0.4
 """Share of the slow requests' time that one cause may have without a symptom that covers it."""
 _OF_ALL = "the time of all requests"
 _OF_EXCESS = "what the slow requests take beyond ordinary ones of their size"
-NOTICEABLE_MS = 100
-"""Delays below this are too short for a client to notice."""
 _MAIN_SHARE = 0.5
 """Share of the time from which a cause is more than all others together."""
 _WAIT_SHARE, _MIN_WAIT_MS = 0.4, 20
 """Least share of the time, and least length, of waiting that counts. Other waits are no single complaint."""
-_USUAL_PREFILL_SHARE = 0.25
-"""Least share in slow requests of prefill that is the main cost of most requests: they wait for others, too."""
-_GAPS_PER_PROMPT, _GAPS_PER_QUEUE = 5, 3
-"""Median gaps between tokens that a prompt, and a queue, must exceed to be noticed in the stream's own pace."""
+_GAPS_PER_QUEUE = 3
+"""Median gaps between tokens that a queue must exceed to be noticed in the stream's own pace."""
 _BATCHING_PER_DECODE = 2
 """Times that batching must exceed the request's own decode, because any batch costs something."""
 
@@ -210,58 +216,6 @@ def _find_cold_start(served: list[RequestRecord], time: TimeByComplaint) -> list
     ])]  # fmt: skip
 
 
-def _find_expensive_prefill(served: list[RequestRecord], time: TimeByComplaint) -> list[Finding]:
-    """Finds prompts that cost more than all else before the first token.
-
-    If prefill is the main cost of most requests, the waiting of other requests for it counts as well.
-    """
-    served = filter_generating(served)
-    if len(served) < MIN_REQUESTS:
-        return []
-    gap = median_gap_ms(served)
-    prefills = [sum_nonstreaming_cause_time(record, semconv.CAUSE_PREFILL) for record in served]
-    typical_ns = np.median(prefills)
-    typical_share = float(
-        np.median([prefill / ttft_or_duration(record) for prefill, record in zip(prefills, served)])
-    )
-    slow = select_slowest(
-        served, ttft_or_duration, whole=ttft_or_duration, measure=sum_nonstreaming_cause_time
-    )
-    share, mean_ms = slow.reference_share(semconv.CAUSE_PREFILL), slow.mean_ms(semconv.CAUSE_PREFILL)
-    noticeable_ms = max(NOTICEABLE_MS, _GAPS_PER_PROMPT * gap)
-    has_usual_share = typical_share >= _MAIN_SHARE and share >= _USUAL_PREFILL_SHARE
-    is_usual = has_usual_share and typical_ns / NS_PER_MS >= noticeable_ms
-    if not is_usual and (share < _MAIN_SHARE or mean_ms < noticeable_ms):
-        return []
-    followed = (semconv.CAUSE_INTERFERENCE, *_QUEUE_CAUSES) if is_usual else ()
-    tokens = np.median([record.input_tokens for record in slow.records])
-    evidence = [
-        f"{share:.0%} of the time to the first token of the slowest {len(slow.records)} requests is their own prefill",
-        f"{typical_share:.0%} for the median request",
-        f"{mean_ms:.0f} ms for {tokens:.0f} prompt tokens, then a token every {gap:.1f} ms",
-    ]
-    weight = slow.lifetime_share(semconv.CAUSE_PREFILL, *followed)
-    return [Finding(semconv.SYMPTOM_PREFILL, semconv.CAUSE_PREFILL, weight, evidence)]
-
-
-def _find_prefill_interference(served: list[RequestRecord], time: TimeByComplaint) -> list[Finding]:
-    """Finds first tokens that are late because other requests' prompts are computed in the same steps."""
-    served = filter_generating(served)
-    if len(served) < MIN_REQUESTS:
-        return []
-    slow = select_slowest(
-        served, ttft_or_duration, whole=ttft_or_duration, measure=sum_nonstreaming_cause_time
-    )
-    share = slow.reference_share(semconv.CAUSE_INTERFERENCE)
-    mean_ms = slow.mean_ms(semconv.CAUSE_INTERFERENCE)
-    if share < _MAIN_SHARE or mean_ms < max(NOTICEABLE_MS, _GAPS_PER_PROMPT * median_gap_ms(served)):
-        return []
-    return [Finding(semconv.SYMPTOM_PREFILL, semconv.CAUSE_INTERFERENCE, slow.lifetime_share(semconv.CAUSE_INTERFERENCE), [
-        f"{share:.0%} of the time to the first token of the slowest {len(slow.records)} requests is prefill of others",
-        f"{mean_ms:.0f} ms each",
-    ])]  # fmt: skip
-
-
 def _find_queueing(
     served: list[RequestRecord], time: TimeByComplaint, queueing: QueueAnalysis
 ) -> list[Finding]:
@@ -314,8 +268,8 @@ def _find_batching_delay(served: list[RequestRecord], time: TimeByComplaint) -> 
 
 
 _RULES: tuple[Callable[[list[RequestRecord], TimeByComplaint], list[Finding]], ...] = (
-    _find_pre_engine_delay, _find_expensive_prefill, _find_prefill_interference, find_stream_stalls, find_event_loop_stalls,
-    _find_batching_delay, _find_cold_start, find_late_end, find_slow_reader, find_too_many_at_once,
+    _find_pre_engine_delay, find_expensive_prefill, find_large_inputs, find_prefill_interference, find_stream_stalls, find_stalled_results,
+    find_event_loop_stalls, _find_batching_delay, _find_cold_start, find_late_end, find_slow_reader, find_too_many_at_once,
 )  # fmt: skip
 
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from otel_infer import semconv
 from otel_infer.assembly.records.intervals import subtract_interval, uncovered_length
+from otel_infer.assembly.records.process import Pause
 from otel_infer.assembly.records.request import RequestRecord
 from otel_infer.ringbuffer import events
 
@@ -17,6 +18,8 @@ SLOW_SHARE = 0.1
 MIN_REQUESTS = 12
 """Requests below which the verdict is `insufficient`."""
 NS_PER_MS = 1_000_000
+NOTICEABLE_MS = 100
+"""Delays below this are too short for a client to notice."""
 MEDIAN_SAMPLES = 2000
 """Evenly spaced requests from which a median is computed."""
 _SERVER_STAGES = (*semconv.STAGES, *semconv.NESTED_STAGES)
@@ -102,6 +105,16 @@ def longest_gap(record: RequestRecord) -> int:
     return max(record.summary.gap_max, record.final_wait_ns)
 
 
+def input_size(record: RequestRecord) -> int:
+    """Returns the input tokens, as the engine or the tokenizer counted them; 0 = unknown."""
+    counted = [
+        stage.attributes.get(semconv.ITEMS, 0)
+        for stage in record.stages
+        if stage.name == semconv.SPAN_TOKENIZE
+    ]
+    return record.input_tokens or sum(int(items) for items in counted if isinstance(items, (int, float)))
+
+
 def hung_time(record: RequestRecord) -> int:
     """Returns the ns that a stream hung until it failed, as far as no cause is known."""
     return min(record.final_wait_ns, sum_streaming_cause_time(record, semconv.CAUSE_UNEXPLAINED))
@@ -151,24 +164,30 @@ def app_time_before_token(record: RequestRecord) -> int:
 
 def loop_delay_before_token(record: RequestRecord) -> int:
     """Returns the ns of `event_loop` before the first token."""
-    before = sum(_loop_delays(record, record.arrived_at, record.arrived_at + ttft_or_duration(record)))
+    before = sum(
+        _measure_delays(
+            record, record.loop_pauses, record.arrived_at, record.arrived_at + ttft_or_duration(record)
+        )
+    )
     return min(before, sum_cause_time(record, semconv.CAUSE_EVENT_LOOP))
 
 
 def loop_delays_while_streaming(record: RequestRecord) -> list[int]:
     """Returns the lengths of the delays of the event loop between the first and the last token, ns.
 
-    The client received nothing during them, and the engine continued.
+    The client received nothing during them, and the engine continued. A delay that ends after the last token is
+    not counted: the generation itself may have blocked the loop.
     """
     if not record.first_token_at or not record.last_token_at:
         return []
-    return _loop_delays(record, record.first_token_at, record.last_token_at)
+    over = [pause for pause in record.loop_pauses if pause.ended_at < record.last_token_at]
+    return _measure_delays(record, over, record.first_token_at, record.last_token_at)
 
 
-def _loop_delays(record: RequestRecord, begin: int, end: int) -> list[int]:
-    """Returns the delays of the event loop in this interval, without pauses of the whole process, ns."""
+def _measure_delays(record: RequestRecord, delays: Sequence[Pause], begin: int, end: int) -> list[int]:
+    """Returns the parts of the delays in this interval, without pauses of the whole process, ns."""
     lengths = []
-    for pause in record.loop_pauses:
+    for pause in delays:
         since, until = max(pause.started_at, begin), min(pause.ended_at, end)
         if since < until:
             lengths.append(uncovered_length(record.pauses, since, until))

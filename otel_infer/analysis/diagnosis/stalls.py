@@ -18,6 +18,7 @@ from otel_infer.analysis.diagnosis.slow_requests import (
     median_gap_ms,
     select_slowest,
     streaming_time,
+    sum_cause_time,
     sum_streaming_cause_time,
 )
 from otel_infer.analysis.diagnosis.symptoms import Finding
@@ -62,6 +63,25 @@ def find_stream_stalls(served: list[RequestRecord], time: TimeByComplaint) -> li
     if cause == semconv.CAUSE_INTERFERENCE:
         evidence += _name_stalling_trace(slow)
     return [Finding(semconv.SYMPTOM_STUTTER, cause, total / slow.lifetime_ns, evidence)]
+
+
+def find_stalled_results(served: list[RequestRecord], time: TimeByComplaint) -> list[Finding]:
+    """Finds stalls of requests without a stream: they delay the result, not a token."""
+    kind = semconv.SYMPTOM_STUTTER
+    if any(record.summary.gaps >= _MIN_GAPS for record in served) or not time.is_complaint(kind):
+        return []
+    slow = [served[row] for row in time.longest(kind)]
+    parts = {cause: sum(sum_cause_time(record, cause) for record in slow) for cause in _STALL_CAUSES}
+    cause = max(parts, key=lambda cause: parts[cause])
+    mean_ms = parts[cause] / len(slow) / NS_PER_MS
+    return [
+        Finding(
+            kind,
+            cause,
+            time.total_share(kind),
+            [f"{cause}: {mean_ms:.0f} ms in each of the {len(slow)} requests with most of it"],
+        )
+    ]
 
 
 def _name_stalling_trace(slow: SlowRequests) -> list[str]:

@@ -27,6 +27,7 @@ class StepMember(Protocol):
 
     arrived: events.RequestArrived
     is_prefilling: bool
+    ended: events.RequestEnded | None
 
     @property
     def may_prefill_again(self) -> bool: ...

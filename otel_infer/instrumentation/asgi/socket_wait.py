@@ -16,7 +16,6 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from otel_infer import semconv
 from otel_infer.ringbuffer import events
 from otel_infer.ringbuffer.native import native
 from otel_infer.tracing.request_span import RequestSpan
@@ -37,7 +36,7 @@ def record_socket_wait(request: RequestSpan, send: Callable[..., Any], called_at
     if transport is not None:
         waited = read_socket_wait(transport) - (now - called_at)
         if waited >= MIN_WAIT_NS:
-            request.record_event(events.StageEnded(called_at, called_at - waited, semconv.SPAN_ACCEPT, 0))
+            request.record_event(events.StageEnded(called_at, called_at - waited, events.ACCEPT, 0))
 
 
 def read_socket_wait(transport: Any) -> int:
@@ -71,4 +70,4 @@ def _find_transport(send: Callable[..., Any]) -> Any:
 
 
 if native is not None:
-    native.configure_socket_wait(semconv.SPAN_ACCEPT, MIN_WAIT_NS)
+    native.configure_socket_wait(events.ACCEPT, MIN_WAIT_NS)

@@ -42,6 +42,9 @@ TOKENIZE, FETCH_MEDIA, PREPARE_MEDIA = (
     semconv.SPAN_FETCH_MEDIA,
     semconv.SPAN_PREPARE_MEDIA,
 )
+ACCEPT, POOL_WAIT, LOCK_WAIT = semconv.SPAN_ACCEPT, semconv.SPAN_POOL_WAIT, semconv.SPAN_LOCK_WAIT
+WAIT_KINDS = semconv.WAIT_KINDS
+"""The `items` of a `LOCK_WAIT` are the position in this list, from 1."""
 GRAMMAR, KV_TRANSFER = semconv.SPAN_GRAMMAR, semconv.SPAN_KV_TRANSFER
 FORWARD, DECODE = semconv.SPAN_FORWARD, semconv.SPAN_DECODE
 """Names of stages that instrumentations record."""

@@ -335,9 +335,9 @@ def test_verdict_on_changed_records(change: Callable[[RequestRecord], None], ver
 def test_time_outside_all_symptoms_is_insufficient() -> None:
     records = healthy_records()
     for record in records:
-        without_steps(record, 400, host_bubble=600, decode=400)
+        without_steps(record, 400, transfer=600, decode=400)
     diagnosis = diagnose_requests(records)
-    assert diagnosis.verdict == "insufficient" and "60%" in diagnosis.note and "host_bubble" in diagnosis.note
+    assert diagnosis.verdict == "insufficient" and "60%" in diagnosis.note and "transfer" in diagnosis.note
 
 
 def test_one_chat_among_embeddings_changes_no_verdict() -> None:

@@ -261,3 +261,31 @@ def test_waits_beside_abandoned_work_are_due_to_it() -> None:
 
 def test_abandoned_work_without_waits_is_healthy() -> None:
     assert diagnose(make_load(BUSY, BUSY), abandoned_share=0.9).verdict == "healthy"
+
+
+def test_stalls_without_a_stream_are_found() -> None:
+    """A classifier or an embedding has no gaps between tokens."""
+    records = make_load({"gc": 300, "decode": 40}, {"decode": 40})
+    for record in records:
+        record.output_tokens, record.first_token_at = 0, 0
+    diagnosis = diagnose(records)
+    assert (diagnosis.verdict, diagnosis.findings[0].cause) == ("stutter", "gc")
+    assert "gc: 2" in diagnosis.findings[0].evidence[0] or "gc: 3" in diagnosis.findings[0].evidence[0]
+
+
+def test_wait_for_a_core_is_estimated_where_threads_are_not_measured() -> None:
+    usual = {"ingress": 2, "decode": 100}
+    records = make_load(usual, usual)
+    assert all(record.thread_delays is None for record in records)
+    assert diagnose(records, cpu_usage=read_cpu(1.0, 1.0, 0.1)).verdict == "healthy"
+    diagnosis = diagnose(records, cpu_usage=read_cpu(1.0, 0.5, 0.0))
+    assert diagnosis.verdict == "not_enough_cpu"
+    assert diagnosis.findings[0].weight == pytest.approx(0.5 * 100 / 102, rel=0.1)
+
+
+def test_lock_with_no_call_meanwhile_is_no_batch_window() -> None:
+    """An engine's queue that waits while nothing runs waits for a batch to fill; a lock does not."""
+    slow = {"lock_queue": 400, **BUSY}
+    assert diagnose(make_load(slow)).verdict == "queueing"
+    slow = {"scheduler_queue": 400, **BUSY}
+    assert diagnose(make_load(slow)).verdict == "batching"

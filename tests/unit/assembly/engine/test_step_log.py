@@ -110,3 +110,34 @@ def test_unknown_step_is_not_waited_for() -> None:
     assert log.end_step(events.StepDone(20, 5, (), 0)) is not None
     log.resolve_pending()
     assert resolved == [5]
+
+
+def feed(story: Story) -> EngineStepLog:
+    """Returns the log of the only engine, after all events of the story."""
+    assembler = Assembler()
+    assembler.feed_events(story.in_order())
+    return assembler.engines[ENGINE]
+
+
+def test_steps_after_the_client_left_are_abandoned() -> None:
+    story = Story()
+    request = story.arrives(0)
+    story.step(0, 10, [request], {request: 4})
+    story.step(10, 20, [request])
+    story.aborts(20, request)
+    for at in range(20, 1020, 100):  # it is concluded meanwhile
+        story.step(at, at + 100, [request])
+    log = feed(story)
+    assert (log.busy_ns, log.abandoned_ns) == (1_020_000_000, 1_000_000_000)
+
+
+def test_steps_of_a_finished_or_unknown_request_are_not_abandoned() -> None:
+    story = Story()
+    request = story.arrives(0)
+    story.step(0, 10, [request], {request: 4})
+    story.ends(10, request)
+    story.step(10, 20, [request])  # was in flight
+    unknown = story.arrives(30)._replace(handle=0)
+    story.step(30, 40, [unknown])
+    log = feed(story)
+    assert (log.busy_ns, log.abandoned_ns) == (30_000_000, 0)
