@@ -1,5 +1,5 @@
 """Writes the pages of docs/ that follow from the code: settings, commands, spans and metrics, causes, attributes, alerts. Writes the
-tables of a page that follow from committed results: whole servers.
+tables of pages that follow from committed results: whole servers, and the battery of faults.
 
 `--check` only compares. A test runs it with `--check`, so that a page never differs from the code.
 """
@@ -13,7 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from scripts.docs_pages import alerts, attributes, reference, whole_servers  # noqa: E402
+from scripts.docs_pages import alerts, attributes, battery, reference, whole_servers  # noqa: E402
 
 DOCS = ROOT / "docs"
 MADE = "<!-- made by scripts/generate_docs.py; do not edit -->\n\n"
@@ -26,7 +26,10 @@ PAGES = {
     "reference/telemetry.md": reference.build_telemetry_page,
 }
 
-SECTIONS = {("operate/cost.md", "whole servers"): whole_servers.build_whole_section}
+SECTIONS = {
+    ("operate/cost.md", "whole servers"): whole_servers.build_whole_section,
+    ("explain.md", "battery"): battery.build_battery_section,
+}
 """Parts of pages that are otherwise written by hand, between two comments with their name."""
 COMPARED_ON = {"reference/commands.md": (3, 11)}
 """The wording of argparse's help differs by Python version, so this page is compared on one of them only."""

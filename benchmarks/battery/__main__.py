@@ -1,6 +1,6 @@
 """Draws faults on real servers and checks what `otel-infer explain` says of the tape alone.
 
-    python -m benchmarks.battery [--draws 6] [--servers NAME …] [--faults NAME …] [--again] [--sample N]
+    python -m benchmarks.battery [--draws 6] [--servers NAME …] [--faults NAME …] [--again] [--sample N] [--publish]
 
 A draw that was recorded is not run again; `--again` only explains the kept tapes anew. Exit status 1 if a bar is missed.
 """
@@ -20,6 +20,7 @@ from benchmarks.battery.servers import SERVERS
 from benchmarks.battery.table import is_right, print_table
 
 RESULTS = Path(__file__).resolve().parents[2] / "build" / "battery"
+PUBLISHED = Path(__file__).resolve().parents[1] / "results" / "battery.json"
 
 
 def main() -> int:
@@ -33,12 +34,18 @@ def main() -> int:
     parser.add_argument("--faults", nargs="*", default=list(FAULTS), choices=list(FAULTS))
     parser.add_argument("--again", action="store_true", help="explain the kept tapes, and run nothing")
     parser.add_argument("--sample", type=int, default=0, help="so many cells at random, a draw each")
+    parser.add_argument(
+        "--publish", action="store_true", help="write the outcomes to benchmarks/results/battery.json"
+    )
     arguments = parser.parse_args()
     outcomes = [
         outcome
         for server, fault, number in _plan(arguments)
         if (outcome := _measure(server, fault, number, arguments.again)) is not None
     ]
+    if arguments.publish:
+        PUBLISHED.write_text(json.dumps(outcomes, indent=1) + "\n")
+        print(f"{PUBLISHED}; now run python scripts/generate_docs.py")
     return print_table(outcomes)
 
 
@@ -61,7 +68,11 @@ def _measure(server: str, fault: str, number: int, again: bool) -> dict[str, Any
     if not client.exists():
         if again:
             return None
-        client.write_text(json.dumps(run_draw(SERVERS[server], fault, number, folder)))
+        try:
+            client.write_text(json.dumps(run_draw(SERVERS[server], fault, number, folder)))
+        except (OSError, RuntimeError) as exc:  # the other draws go on
+            print(f"{server} {fault} {number}: {exc}", file=sys.stderr, flush=True)
+            return {"server": server, "fault": fault, "verdict": "not measured", "right": False}
     report = explain_tape(folder / "server.tape")
     (folder / "explain.json").write_text(json.dumps(report))
     right = is_right(fault, report["verdict"])

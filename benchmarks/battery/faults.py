@@ -173,7 +173,10 @@ FAULTS = {
     "slow end": Fault(("late_end",), draw_slow_end, PROGRAMS),
     "slow reader": Fault(("slow_reader",), draw_slow_reader, ("generate-threads",)),
     "slow database": Fault(("pre_engine",), draw_slow_database, PROGRAMS),
-    "retry storm": Fault(("abandoned_work",), draw_retry_storm, ("generate-threads", "generate-async")),
+    "retry storm": Fault(("abandoned_work",), draw_retry_storm, ("generate-threads",)),
+    "retry storm, blocked loop": Fault(
+        ("abandoned_work", "pre_engine"), draw_retry_storm, ("generate-async",)
+    ),
     "gc storm": Fault(("stutter",), draw_gc_storm, PROGRAMS),
     "memory pressure": Fault(("stutter", "pre_engine"), draw_memory_pressure, PROGRAMS),
     "slow log": Fault(("pre_engine", "stutter"), draw_slow_log, PROGRAMS),

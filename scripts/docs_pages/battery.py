@@ -1,0 +1,45 @@
+"""The table of the battery in docs/explain.md, from the file that `python -m benchmarks.battery --publish` writes."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks.battery.faults import FAULTS
+from benchmarks.battery.servers import SERVERS
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "battery.json"
+
+
+def build_battery_section(results: Path = RESULTS) -> str:
+    """Returns a table: for each fault its right verdicts, and for each server the verdicts of its draws."""
+    if not results.exists():
+        return "There is no table yet: no result is committed.\n"
+    cells: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
+    for outcome in json.loads(results.read_text()):
+        cells[outcome["fault"], outcome["server"]][outcome["verdict"]] += 1
+    names = [name for name in SERVERS if any(server == name for _, server in cells)]
+    lines = [
+        f"| fault | right | {' | '.join(SERVERS[name].title for name in names)} |",
+        "|---" * (len(names) + 2) + "|",
+    ]
+    for fault, row in FAULTS.items():
+        if any((fault, name) in cells for name in names):
+            shown = [_format_cell(fault, cells.get((fault, name))) for name in names]
+            lines.append(
+                f"| {fault} | {', '.join(f'`{verdict}`' for verdict in row.verdicts)} | {' | '.join(shown)} |"
+            )
+    absent = [SERVERS[name].title for name in SERVERS if name not in names]
+    note = f"\nNot drawn yet: {', '.join(absent)}.\n" if absent else ""
+    return "\n".join(lines) + "\n" + note
+
+
+def _format_cell(fault: str, verdicts: Any) -> str:
+    """Returns right of all draws, and the wrong verdicts."""
+    if not verdicts:
+        return "—"
+    right = sum(count for verdict, count in verdicts.items() if verdict in FAULTS[fault].verdicts)
+    wrong = [f"`{verdict}`" for verdict in verdicts if verdict not in FAULTS[fault].verdicts]
+    return f"{right} of {verdicts.total()}" + (f" (else {', '.join(wrong)})" if wrong else "")
