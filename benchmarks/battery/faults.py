@@ -100,8 +100,8 @@ def draw_slow_database(rng: random.Random, server: Server) -> Case:
 
 
 def draw_retry_storm(rng: random.Random, server: Server) -> Case:
-    requests = draw_usual(rng, server, rng.uniform(1.5, 2.0))
-    tokens = 3 if server.kind != "embeddings" else 1
+    requests = draw_usual(rng, server, rng.uniform(1.2, 1.6))
+    tokens = 2 if server.kind != "embeddings" else 1
     return Case(
         [
             replace(request, tokens=request.tokens * tokens, deadline_s=rng.uniform(0.4, 0.8), retries=2)
@@ -159,6 +159,9 @@ PROGRAMS = ("generate-threads", "generate-async", "embeddings")
 STREAMS = ("generate-threads", "transformers-serve", "vllm")
 ENGINES = ("transformers-serve", "vllm")
 ALL = (*PROGRAMS, *ENGINES)
+BLOCKED = ("generate-async",)
+"""Each generation blocks the event loop, so what else happens also shows as waiting in the socket."""
+UNBLOCKED = tuple(name for name in ALL if name not in BLOCKED)
 WAITS = ("queueing", "peak", "head_of_line_blocking")
 
 FAULTS = {
@@ -180,8 +183,10 @@ FAULTS = {
     "gc storm": Fault(("stutter",), draw_gc_storm, PROGRAMS),
     "memory pressure": Fault(("stutter", "pre_engine"), draw_memory_pressure, PROGRAMS),
     "slow log": Fault(("pre_engine", "stutter"), draw_slow_log, PROGRAMS),
-    "long prompts": Fault(("prefill",), draw_long_prompts, ALL),
-    "burst": Fault(("peak", "too_many_at_once"), draw_burst, ALL),
+    "long prompts": Fault(("prefill",), draw_long_prompts, UNBLOCKED),
+    "long prompts, blocked loop": Fault(("prefill", "pre_engine"), draw_long_prompts, BLOCKED),
+    "burst": Fault(("peak", "too_many_at_once"), draw_burst, UNBLOCKED),
+    "burst, blocked loop": Fault(("peak", "pre_engine"), draw_burst, BLOCKED),
     "heavy among light": Fault(
         ("head_of_line_blocking", "too_many_at_once"), draw_heavy_among_light, STREAMS
     ),

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 WORDS = "tell me of the weather in the north and of the roads to it "
-GIVE_UP_S = 90.0
+GIVE_UP_S = 40.0
 TEXTS = 6
 """Texts of a request for embeddings."""
 

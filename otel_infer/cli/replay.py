@@ -109,8 +109,8 @@ def find_running_since(assembler: Assembler) -> list[int]:
 
 def measure_abandoned_share(assembler: Assembler) -> float:
     """Returns the share of the engines' step time that generated for clients that had left."""
-    engines = assembler.engines.values()
-    return sum(engine.abandoned_ns for engine in engines) / max(sum(engine.busy_ns for engine in engines), 1)
+    busy, abandoned = assembler.workers.measure_work()
+    return abandoned / max(busy, 1)
 
 
 def record_to_dict(record: RequestRecord) -> dict[str, Any]:

@@ -52,8 +52,11 @@ def test_healthy_draw_has_no_mistake(name: str) -> None:
         ([make_outcome("lock", "queueing"), *[make_outcome("nothing", "healthy")] * 20], 0),
         ([make_outcome("lock", "queueing"), *[make_outcome("nothing", "stutter")] * 2], 1),
         (
-            [make_outcome("lock", "queueing"), *[make_outcome("hogs", "not_enough_cpu")] * 9]
-            + [make_outcome("slow end", "healthy")],
+            [
+                make_outcome("lock", "queueing"),
+                *[make_outcome("hogs", "not_enough_cpu")] * 9,
+                make_outcome("slow end", "healthy"),
+            ],
             1,
         ),
     ],

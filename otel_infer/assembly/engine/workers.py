@@ -60,6 +60,7 @@ class WorkerState:
         self.executions: list[Execution] = []
         self._logs: dict[tuple[int, str, int], EngineStepLog] = {}
         self._pids: dict[int, int] = {}
+        self._ended_work = 0, 0
         self._memory: dict[tuple[int, str], events.MemorySeen] = {}
         self._free_memory: list[tuple[int, int]] = []
         self._block_sizes: dict[tuple[int, str, int], int] = {}
@@ -86,10 +87,23 @@ class WorkerState:
         pid = self._pids.pop(ring, 0)
         self._block_sizes = {key: tokens for key, tokens in self._block_sizes.items() if key[0] != pid}
         self._memory = {key: event for key, event in self._memory.items() if key[0] != ring}
+        self._ended_work = self.measure_work(ring)
         self._logs = {key: engine for key, engine in self._logs.items() if engine.process != ring}
         self._sample_weights = {
             key: weights for key, weights in self._sample_weights.items() if key[0] != pid
         }
+
+    def measure_work(self, ended: int = -1) -> tuple[int, int]:
+        """Returns the time of all steps, and of those for clients that had left, ns; also of engines that have ended.
+
+        `ended`: only of these engines, and of the process with this ring.
+        """
+        engines = {id(engine): engine for engine in self._logs.values()}.values()
+        busy, abandoned = self._ended_work
+        for engine in engines:
+            if ended in (-1, engine.process):
+                busy, abandoned = busy + engine.busy_ns, abandoned + engine.abandoned_ns
+        return busy, abandoned
 
     def set_block_size(self, event: events.BlocksSized) -> None:
         """Records the KV block size of an engine, whose step ring may be found later."""

@@ -9,7 +9,7 @@ from otel_infer.assembly.assembler import Assembler
 from otel_infer.assembly.engine.step_log import EngineStepLog
 from otel_infer.ringbuffer import events, layout
 from tests.support.simulator import Simulator, Tick, records_by_number, ticks, tokens_by_step
-from tests.support.story import ENGINE, Story
+from tests.support.story import ENGINE, PROCESS, Story
 
 DEPTHS = st.integers(1, 2)
 SMALL = layout.RingSizes(cells=8192, live_slots=256, strings=64, step_cells=32)
@@ -112,11 +112,11 @@ def test_unknown_step_is_not_waited_for() -> None:
     assert resolved == [5]
 
 
-def feed(story: Story) -> EngineStepLog:
-    """Returns the log of the only engine, after all events of the story."""
+def feed(story: Story) -> Assembler:
+    """Returns the assembler after all events of the story."""
     assembler = Assembler()
     assembler.feed_events(story.in_order())
-    return assembler.engines[ENGINE]
+    return assembler
 
 
 def test_steps_after_the_client_left_are_abandoned() -> None:
@@ -127,8 +127,11 @@ def test_steps_after_the_client_left_are_abandoned() -> None:
     story.aborts(20, request)
     for at in range(20, 1020, 100):  # it is concluded meanwhile
         story.step(at, at + 100, [request])
-    log = feed(story)
-    assert (log.busy_ns, log.abandoned_ns) == (1_020_000_000, 1_000_000_000)
+    assembler = feed(story)
+    assert assembler.workers.measure_work() == (1_020_000_000, 1_000_000_000)
+    assembler.feed_events([events.RecordedEvent(PROCESS, 0, events.ProcessDied(at=10**15))])
+    assert not assembler.engines
+    assert assembler.workers.measure_work() == (1_020_000_000, 1_000_000_000)
 
 
 def test_steps_of_a_finished_or_unknown_request_are_not_abandoned() -> None:
@@ -139,5 +142,4 @@ def test_steps_of_a_finished_or_unknown_request_are_not_abandoned() -> None:
     story.step(10, 20, [request])  # was in flight
     unknown = story.arrives(30)._replace(handle=0)
     story.step(30, 40, [unknown])
-    log = feed(story)
-    assert (log.busy_ns, log.abandoned_ns) == (30_000_000, 0)
+    assert feed(story).workers.measure_work() == (30_000_000, 0)
