@@ -1,7 +1,8 @@
 """Tapes recorded before the package and its names changed come to the same spans, metrics, verdicts and pages, but for the renamed names.
 
-`tests/tapes/renamed` holds eight tapes, and what the release before the change made of each: decoded spans and metrics, `explain`,
-`replay` and the figures of `report`. The names on the wire that changed since are in docs/reference/renamed-names.md and nowhere else.
+`tests/tapes/renamed` holds eight tapes, and what is made of each: decoded spans and metrics, `explain`, `replay` and the figures of
+`report`. The names on the wire that changed since are in docs/reference/renamed-names.md and nowhere else. Since then, time between stages
+before the engine became `application`, time after `forward` became `postprocess`, and the weights of findings shares of the time of all.
 """
 
 from __future__ import annotations

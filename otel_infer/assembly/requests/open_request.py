@@ -94,7 +94,7 @@ class OpenRequest:
 
     @property
     def arrived_at(self) -> int:
-        """When it arrived: in the server's socket, where that was measured, else at the application."""
+        """When it arrived: in the server's socket if that was measured, else at the application."""
         return self.accepted_since or self.arrived.at
 
     @property
@@ -143,17 +143,17 @@ class OpenRequest:
         except Exception:  # an invalid event of one request must not affect the others
             if type(event) not in _REPORTED_TYPES:
                 _REPORTED_TYPES.add(type(event))
-                name = type(event).__name__
-                log.warning("%s was not applied; further ones are only counted", name, exc_info=True)
+                log.warning(
+                    "%s was not applied; others are only counted", type(event).__name__, exc_info=True
+                )
             return False
         return True
 
     def mark_events_lost(self) -> None:
         """Records that events of its process before this instant are missing."""
         self.telemetry_lost = True
-        self.early_events_lost = self.early_events_lost or not (
-            self.stages or self.submitted or self.scheduled_at
-        )
+        has_begun = bool(self.stages or self.submitted or self.scheduled_at)
+        self.early_events_lost = self.early_events_lost or not has_begun
 
     def mark_end_lost(self) -> None:
         """Records that it is over, and that its end was not observed."""
@@ -305,10 +305,9 @@ def _add_span_event(request: OpenRequest, event: ring_events.SpanEventAdded) -> 
 
 
 def _describe_link(request: OpenRequest, event: ring_events.LinkDescribed) -> None:
-    for link in reversed(request.links):
-        if link.span_id.hex() == event.span_id:
-            link.attributes.update(event.attributes)
-            return
+    described = [link for link in request.links if link.span_id.hex() == event.span_id]
+    if described:
+        described[-1].attributes.update(event.attributes)
 
 
 def _add_out_of_memory(request: OpenRequest, event: ring_events.MemoryRefused) -> None:

@@ -171,7 +171,7 @@ def test_engine_request_without_operation_is_named_inference() -> None:
           inference 0–10
             ingress 0–2
             forward 2–8
-            postprocess 9–10
+            postprocess 8–10
     """)
 
 

@@ -57,7 +57,7 @@ BAD: dict[str, tuple[Any, str]] = {
     "unknown key of an objective": ({"objectives": [{**TTFT, "than": 1}]}, "objectives[0].than: expected one of name, of"),
     "unknown windows": ({"objectives": [TTFT], "windows": "fast"}, "`windows`: expected one of standard, demo"),
     "negative minimum": ({"objectives": [TTFT], "minimum": -1}, "`minimum`: expected a whole number"),
-    "unknown stage": ({"objectives": [TTFT], "budgets": {"lunch": "1s"}}, "budgets.lunch: expected one of ingress"),
+    "unknown stage": ({"objectives": [TTFT], "budgets": {"lunch": "1s"}}, "budgets.lunch: expected one of accept, ingress"),
     "windows as a list": ({"objectives": [TTFT], "windows": ["standard"]}, "`windows`: expected one of"),
     "kind as a list": ({"objectives": [{**TTFT, "of": ["ttft"]}]}, "objectives[0].of: expected one of"),
     "not a URL": ({"objectives": [TTFT], "grafana": "there"}, "`grafana`: expected an address with http"),

@@ -90,7 +90,7 @@ def test_unreadable_counters_yield_no_event(machine: Machine, content: str) -> N
     (machine.proc / "100" / "task" / "102" / "schedstat").write_text(content)
     before = len(os.listdir("/proc/self/fd"))
     assert machine.sample(1000, THREAD) == machine.sample(1050, THREAD) == []
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before  # what other tests left may be closed meanwhile
 
 
 def test_an_ended_thread_is_released_and_others_sampled(machine: Machine) -> None:
