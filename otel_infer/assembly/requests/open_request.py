@@ -143,9 +143,7 @@ class OpenRequest:
         except Exception:  # an invalid event of one request must not affect the others
             if type(event) not in _REPORTED_TYPES:
                 _REPORTED_TYPES.add(type(event))
-                log.warning(
-                    "%s was not applied; others are only counted", type(event).__name__, exc_info=True
-                )
+                log.warning("%s was not applied; others are counted", type(event).__name__, exc_info=True)
             return False
         return True
 
