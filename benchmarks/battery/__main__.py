@@ -1,4 +1,4 @@
-"""Draws faults on real servers and checks what `otel-infer explain` says of the tape alone.
+"""Draws faults on real servers, and checks the verdict of `otel-infer explain` on the tape alone.
 
     python -m benchmarks.battery [--draws 6] [--servers NAME …] [--faults NAME …] [--again] [--sample N] [--publish]
 

@@ -35,7 +35,7 @@ class TimedRequest:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a client measured, s; `first` is nan without an answer. `tries`: requests that it sent."""
+    """The measurements of a client, s; `first` is nan without an answer. `tries`: requests that it sent."""
 
     first: float
     total: float

@@ -20,7 +20,7 @@ import numpy as np
 
 @dataclass
 class Mistakes:
-    """What is wrong with the server; nothing by default. Times in ms, shares of the requests.
+    """The faults of the server; none by default. Times in ms, shares of the requests.
 
     `lock` and `semaphore`: how many `generate` calls run at a time. `workers`: threads of the pool in which requests run.
     `loop_ms`: a blocking call on the event loop. `database_port`: a slow database, queried in a thread. `after_ms`: work

@@ -1,6 +1,6 @@
 """Estimates what requests take longer because others are computed at the same time in their process. Pure.
 
-For servers that run a model call per request: each generates in a thread of its own, and all share cores and the GIL. An
+For servers that run a model call per request: each generates in its own thread, and all share cores and the GIL. An
 engine that batches its requests is excluded, because it attributes the time of a step to its members itself.
 """
 
@@ -29,7 +29,7 @@ _PERCENTILES = (10, 90)
 
 
 class SharedTime(NamedTuple):
-    """What requests take longer because of others. `extra`: ns per request. `concurrency`: mean of each one's run.
+    """The time that requests lose to others. `extra`: ns per request. `concurrency`: mean of each one's run.
 
     `alone_ms`, `crowded_ms`: time of a unit (a token, or a request without tokens) at low and high concurrency.
     """

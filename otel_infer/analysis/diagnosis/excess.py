@@ -62,7 +62,7 @@ WAITS = (
 )
 """Complaints about waiting, also where every request waits."""
 EVERYDAY_SHARE, MAIN_SHARE, EVERYDAY_MS = 0.15, 0.5, 20.0
-"""Share of the median request's time from which a wait, and from which other time, is everybody's; its least length."""
+"""Share of the median request's time from which a wait, and from which other time, concerns every request; its length."""
 EXCESS_SHARE, EXCESS_MS = 0.3, 50.0
 """Share of slow requests' time beyond ordinary ones from which they are slow at all, and its least length."""
 MIN_ABANDONED_SHARE = 0.2
@@ -128,7 +128,7 @@ class TimeByComplaint(NamedTuple):
         return float(self.excess[self.slow, KINDS.index(kind)].mean() / NS_PER_MS)
 
     def is_everyday(self, kind: str) -> bool:
-        """Returns whether the median request has so much of this time that it is a complaint of everybody."""
+        """Returns whether the median request has so much of this time that it is a complaint about every request."""
         column = self.time[:, KINDS.index(kind)]
         shares = column / np.maximum(self.time.sum(axis=1), 1)
         least_share = EVERYDAY_SHARE if kind in WAITS else MAIN_SHARE
@@ -231,7 +231,7 @@ def _move_by_phase(
     if loop:
         before = min(loop_delay_before_token(record), loop)
         move(before, OWN_WORK, semconv.SYMPTOM_PRE_ENGINE)
-        # The engine continues while the loop is late, so the time of its steps is also that of the delay.
+        # The engine continues while the loop is late, so this delay is part of the time of its steps.
         move(loop - before, OWN_WORK, semconv.SYMPTOM_LATE_END)
     streamed = min(sum(loop_delays_while_streaming(record)), by_kind[OWN_WORK])
     move(streamed, OWN_WORK, semconv.SYMPTOM_STUTTER)
@@ -246,7 +246,7 @@ def _move_by_phase(
         move(
             min(all_causes.get(semconv.CAUSE_DECODE, 0), by_kind[OWN_WORK]), OWN_WORK, semconv.SYMPTOM_PREFILL
         )
-    # What several prompts of one request take while its tokens stream is its own work.
+    # A request with several prompts computes the later ones while tokens stream. That is its own work.
     move(streaming.get(semconv.CAUSE_PREFILL, 0), semconv.SYMPTOM_PREFILL, OWN_WORK)
     move(hung_time(record), UNCOVERED, semconv.SYMPTOM_STUTTER)
     move(client_backpressure(record), semconv.SYMPTOM_LATE_END, semconv.SYMPTOM_SLOW_READER)

@@ -45,13 +45,13 @@ def find_abandoned_work(
 
 
 def find_too_many_at_once(served: Sequence[RequestRecord], time: TimeByComplaint) -> list[Finding]:
-    """Finds generations that run at the same time, each in a thread of its own, and slow each other down."""
+    """Finds generations that run at the same time, each in its own thread, and slow each other down."""
     kind, shared = semconv.SYMPTOM_TOO_MANY_AT_ONCE, time.shared
     if shared is None or not time.is_complaint(kind):
         return []
     crowd = float(np.mean(shared.concurrency[time.longest(kind)]))
     unit = "a token" if any(record.output_tokens for record in served) else "a request"
     return [Finding(kind, semconv.CAUSE_DECODE, time.total_share(kind), [
-        f"on average {crowd:.0f} model calls ran at the same time as the slow requests, each in a thread of its own",
+        f"on average {crowd:.0f} model calls ran at the same time as the slow requests, each in its own thread",
         f"{unit} takes {shared.alone_ms:.0f} ms with few at the same time, and {shared.crowded_ms:.0f} ms with many",
     ])]  # fmt: skip

@@ -128,13 +128,8 @@ def _choose_verdict(
     findings: list[Finding],
     cause_shares: dict[str, float],
 ) -> Diagnosis:
-    """Returns the verdict of the largest share, unless more time is not covered by any measurement.
-
-    The shares are of the time of all requests if every request waits; else of what slow ones take beyond
-    ordinary ones.
-    """
-    is_everyday = any(time.is_everyday(find_kind(finding.symptom, finding.cause)) for finding in findings)
-    by_excess = time.has_excess and not is_everyday
+    """Returns the verdict of the largest share, unless more time is not covered by any measurement."""
+    by_excess = _is_weighed_by_excess(time, findings)
     measure = time.excess_share if by_excess else time.total_share
     weighed = _OF_EXCESS if by_excess else _OF_ALL
     weighted = [
@@ -142,8 +137,7 @@ def _choose_verdict(
     ]
     weighted = _keep_largest_of_kind(sorted(weighted, key=lambda finding: -finding.weight))
     uncovered = measure(UNCOVERED)
-    is_uncovered = uncovered > max([finding.weight for finding in weighted], default=MAX_UNEXPLAINED_SHARE)
-    if is_uncovered and (by_excess or weighted or time.total_share(UNCOVERED) > MAX_UNEXPLAINED_SHARE):
+    if uncovered > max([finding.weight for finding in weighted], default=MAX_UNEXPLAINED_SHARE):
         note = _describe_uncovered([served[row] for row in time.slow], uncovered, weighed)
         return Diagnosis(INSUFFICIENT, len(served), [], cause_shares, note, weighed)
     if weighted:
@@ -154,6 +148,12 @@ def _choose_verdict(
         return Diagnosis(INSUFFICIENT, len(served), [], cause_shares, note)
     note = "the slow requests did their own work; further delay at the client arises outside this server"
     return Diagnosis(HEALTHY, len(served), [], cause_shares, note)
+
+
+def _is_weighed_by_excess(time: TimeByComplaint, findings: list[Finding]) -> bool:
+    """Returns whether the excess of slow requests decides, because no complaint concerns every request."""
+    kinds = [find_kind(finding.symptom, finding.cause) for finding in findings]
+    return time.has_excess and not any(map(time.is_everyday, kinds))
 
 
 def _keep_largest_of_kind(findings: list[Finding]) -> list[Finding]:

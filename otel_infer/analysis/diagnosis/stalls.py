@@ -37,7 +37,7 @@ _STALL_CAUSES = tuple(
     for cause in causes.select_causes(causes.GROUP_STALL, causes.GROUP_UNKNOWN)
     if cause not in (semconv.CAUSE_STARVED, semconv.CAUSE_THROTTLED)
 )
-"""A lack of cores is a complaint of its own."""
+"""A lack of cores is another complaint."""
 
 
 def find_stream_stalls(served: list[RequestRecord], time: TimeByComplaint) -> list[Finding]:

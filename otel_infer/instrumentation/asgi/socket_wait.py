@@ -46,7 +46,7 @@ def read_socket_wait(transport: Any) -> int:
         return 0
     if native is not None:
         return int(native.read_last_receipt(connection))
-    # uvloop's sockets have no `getsockopt`, but a descriptor, which stays theirs.
+    # uvloop's sockets have no `getsockopt`, but a descriptor, which is only borrowed here.
     borrowed = socket.socket(connection.family, connection.type, connection.proto, connection.fileno())
     try:
         known = borrowed.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _LAST_DATA_RECV.size)
