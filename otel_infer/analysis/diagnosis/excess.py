@@ -54,13 +54,14 @@ _QUEUE_CAUSES = causes.select_causes(causes.GROUP_QUEUE)
 WAITS = (
     semconv.SYMPTOM_PRE_ENGINE,
     semconv.SYMPTOM_QUEUEING,
+    semconv.SYMPTOM_STUTTER,
     semconv.SYMPTOM_NOT_ENOUGH_CPU,
     semconv.SYMPTOM_TOO_MANY_AT_ONCE,
     semconv.SYMPTOM_ABANDONED_WORK,
     semconv.SYMPTOM_LATE_END,
     semconv.SYMPTOM_SLOW_READER,
 )
-"""Complaints about waiting, also where every request waits."""
+"""Complaints about waits and stalls, also where every request has them."""
 EVERYDAY_SHARE, MAIN_SHARE, EVERYDAY_MS = 0.15, 0.5, 20.0
 """Share of the median request's time from which a wait, and from which other time, concerns every request; its length."""
 EXCESS_SHARE, EXCESS_MS = 0.3, 50.0
