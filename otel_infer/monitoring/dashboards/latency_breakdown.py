@@ -11,10 +11,6 @@ from otel_infer.semconv import STAGE_DURATION
 from otel_infer.semconv.prometheus import STAGE_BUDGET, label_name
 
 STAGE_DESCRIPTIONS = {
-    semconv.SPAN_ACCEPT: (
-        "In the server's socket, until the server reads the request and calls the application.",
-        "the event loop is blocked, or the server process has too much to do.",
-    ),
     semconv.SPAN_INGRESS: (
         "From the server's call of the application until the request is handed over to the engine.",
         "check work before the engine: lookups, authentication, a blocked event loop.",
