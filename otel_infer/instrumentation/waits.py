@@ -95,15 +95,8 @@ def _patch_coroutine(kind: str, is_free: Callable[[Any], bool]) -> WrapperFactor
                 _record_wait(request, events.LOCK_WAIT, began_at, number)
 
         def acquire(self: Any) -> Awaitable[Any]:
-            if hook.alive and not is_free(self):
-                try:
-                    request = find_waiting_request()
-                except Exception as exc:
-                    hook.mark_failed(exc)
-                    return original(self)
-                if request is not None:
-                    return wait_and_record(self, request)
-            return original(self)
+            request = _find_request_that_waits(self, is_free, hook)
+            return original(self) if request is None else wait_and_record(self, request)
 
         return acquire
 
@@ -116,9 +109,7 @@ def _patch_blocking(kind: str, is_free: Callable[[Any], bool]) -> WrapperFactory
 
     def make_wrapper(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
         def acquire(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if is_free(self) or not hook.alive:
-                return original(self, *args, **kwargs)
-            request = find_waiting_request()
+            request = _find_request_that_waits(self, is_free, hook)
             if request is None or _is_called_by_library(sys._getframe(1)):
                 return original(self, *args, **kwargs)
             began_at = _clock.now()
@@ -130,6 +121,15 @@ def _patch_blocking(kind: str, is_free: Callable[[Any], bool]) -> WrapperFactory
         return compile_thread_work(original, hook, acquire)
 
     return make_wrapper
+
+
+def _find_request_that_waits(lock: Any, is_free: Callable[[Any], bool], hook: Hook) -> RequestSpan | None:
+    """Returns the current request if it has to wait for the lock; None otherwise. Never raises, whatever the lock is."""
+    try:
+        return find_waiting_request() if hook.alive and not is_free(lock) else None
+    except Exception as exc:  # a subclass may have no such attribute
+        hook.mark_failed(exc)
+        return None
 
 
 def _is_called_by_library(frame: Any) -> bool:

@@ -18,9 +18,8 @@ import pytest
 from otel_infer.instrumentation import threading as thread_hooks
 from otel_infer.instrumentation import waits
 from otel_infer.ringbuffer import events
-from otel_infer.tracing import request_span, start
-from otel_infer.tracing.context import detach
 from tests.support.rings import Recording
+from tests.unit.instrumentation.test_threading import _InRequest as InRequest
 
 HELD_S = 0.05
 
@@ -37,17 +36,11 @@ def recording() -> Iterator[Recording]:
         instrumentor.remove()
 
 
-class _InRequest:
-    """Opens a request and makes it current."""
-
-    def __enter__(self) -> request_span.RequestSpan:
-        request = start.open_request("POST", owner="test")
-        assert request is not None
-        self._request, self._token = request, request.attach()
-        return request
+class _InRequest(InRequest):
+    """Opens a request, makes it current, and closes it."""
 
     def __exit__(self, *_: object) -> None:
-        detach(self._token)
+        super().__exit__()
         self._request.close(events.OK)
 
 
@@ -187,3 +180,18 @@ def test_exception_passes_and_ends_the_wait(recording: Recording) -> None:
 
     asyncio.run(main())
     assert find_waits(recording) == [("lock wait", "asyncio.Lock")]
+
+
+def test_lock_of_another_kind_works_as_before(recording: Recording) -> None:
+    """A subclass may lack what tells whether it is free."""
+
+    class Odd(threading.Semaphore):
+        def __init__(self) -> None:
+            self.acquired = 0
+
+        def __getattr__(self, name: str) -> Any:
+            raise AttributeError(name)
+
+    with _InRequest(), pytest.raises(AttributeError, match="_cond"):
+        Odd().acquire()
+    assert find_waits(recording) == []
