@@ -16,7 +16,7 @@ ENGINE_STAGES = frozenset(
 def find_preparation(stages: Sequence[Stage]) -> tuple[int, int]:
     """Returns the interval from the first stage to the engine's first one; an empty one without an engine's stage.
 
-    Time between the stages in it is that of the application's code.
+    The application's code runs between the stages in it.
     """
     engine = [stage.started_at for stage in stages if stage.name in ENGINE_STAGES]
     return (min(stage.started_at for stage in stages), min(engine)) if engine else (0, 0)

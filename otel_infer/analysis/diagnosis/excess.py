@@ -161,7 +161,7 @@ def divide_time(
     """
     time = np.array([_divide_request(record) for record in records], float).reshape(-1, len(KINDS))
     serialized = find_serialized_waits(records)
-    _move_serialized_waits(time, serialized)
+    _move_time(time, semconv.SYMPTOM_PRE_ENGINE, semconv.SYMPTOM_QUEUEING, serialized)
     shared = estimate_shared_time(records)
     if shared is not None:
         _move_shared_time(time, shared, cpu)
@@ -176,12 +176,13 @@ def divide_time(
     return TimeByComplaint(time, excess, slow, shared, serialized)
 
 
-def _move_serialized_waits(time: Any, serialized: Any) -> None:
-    """Moves the time in which the application's code waited for other requests' calls to the queue."""
-    origin, target = KINDS.index(semconv.SYMPTOM_PRE_ENGINE), KINDS.index(semconv.SYMPTOM_QUEUEING)
-    moved = np.minimum(serialized, time[:, origin])
-    time[:, origin] -= moved
-    time[:, target] += moved
+def _move_time(time: Any, origin: str, target: str, limit: Any) -> Any:
+    """Moves up to `limit` ns of each request from one kind to another. Returns the ns that were moved."""
+    column = time[:, KINDS.index(origin)]
+    moved = np.minimum(limit, column)
+    column -= moved
+    time[:, KINDS.index(target)] += moved
+    return moved
 
 
 def _move_shared_time(time: Any, shared: SharedTime, cpu: CpuUse | None) -> None:
@@ -191,13 +192,9 @@ def _move_shared_time(time: Any, shared: SharedTime, cpu: CpuUse | None) -> None
     """
     left = np.where(shared.concurrency >= MIN_CONCURRENCY, shared.extra, 0.0)
     is_taken = cpu is not None and cpu.is_taken_by_others
-    target = KINDS.index(semconv.SYMPTOM_NOT_ENOUGH_CPU if is_taken else semconv.SYMPTOM_TOO_MANY_AT_ONCE)
+    target = semconv.SYMPTOM_NOT_ENOUGH_CPU if is_taken else semconv.SYMPTOM_TOO_MANY_AT_ONCE
     for kind in (semconv.SYMPTOM_STUTTER, semconv.SYMPTOM_NOT_ENOUGH_CPU, semconv.SYMPTOM_PREFILL, OWN_WORK):
-        column = KINDS.index(kind)
-        moved = np.minimum(left, time[:, column])
-        time[:, column] -= moved
-        time[:, target] += moved
-        left = left - moved
+        left = left - _move_time(time, kind, target, left)
 
 
 def _divide_request(record: RequestRecord) -> list[int]:
@@ -255,31 +252,23 @@ def _move_by_phase(
 
 def _move_waits_for_abandoned_work(time: Any) -> None:
     """Moves all waits for capacity: without the abandoned work, the engine would have it."""
-    target = KINDS.index(semconv.SYMPTOM_ABANDONED_WORK)
     for kind in (semconv.SYMPTOM_QUEUEING, semconv.SYMPTOM_TOO_MANY_AT_ONCE):
-        time[:, target] += time[:, KINDS.index(kind)]
-        time[:, KINDS.index(kind)] = 0
+        _move_time(time, kind, semconv.SYMPTOM_ABANDONED_WORK, np.inf)
 
 
 def _estimate_cpu_waits(time: Any, records: Sequence[RequestRecord], cpu: CpuUse) -> None:
-    """Moves time in which threads are not measured to the lack of cores: the share that others use of them.
+    """Moves time to the lack of cores where no thread is measured: the share of the cores that others use.
 
-    It is the time of requests without thread delays, and that of the event loop, which is late because its thread
-    has no core.
+    This concerns requests without thread delays, and the event loop, which is late because its thread has no core.
     """
     is_unmeasured = np.array([record.thread_delays is None for record in records], bool)
-    share = max(cpu.other_processes, cpu.other_threads)
-    target = KINDS.index(semconv.SYMPTOM_NOT_ENOUGH_CPU)
-    for kind in (OWN_WORK, semconv.SYMPTOM_PREFILL, UNCOVERED):
-        column = KINDS.index(kind)
-        moved = np.where(is_unmeasured, share * time[:, column], 0.0)
-        time[:, column] -= moved
-        time[:, target] += moved
     late = np.array([sum_cause_time(record, *_LATE_LOOP_CAUSES) for record in records], float)
-    column = KINDS.index(semconv.SYMPTOM_PRE_ENGINE)
-    moved = share * np.minimum(late, time[:, column])
-    time[:, column] -= moved
-    time[:, target] += moved
+    share = max(cpu.other_processes, cpu.other_threads)
+    target = semconv.SYMPTOM_NOT_ENOUGH_CPU
+    for kind in (OWN_WORK, semconv.SYMPTOM_PREFILL, UNCOVERED):
+        _move_time(time, kind, target, np.where(is_unmeasured, share * time[:, KINDS.index(kind)], 0.0))
+    before_engine = time[:, KINDS.index(semconv.SYMPTOM_PRE_ENGINE)]
+    _move_time(time, semconv.SYMPTOM_PRE_ENGINE, target, share * np.minimum(late, before_engine))
 
 
 def _find_ordinary_time(time: Any, sizes: Any) -> Any:
