@@ -80,7 +80,7 @@ def test_one_trace_has_the_start_of_all_processes(server: Server, receiver: Otlp
 
 def test_streamed_request_is_one_tree_over_all_processes(server: Server, receiver: OtlpReceiver) -> None:
     answer = send_request(server.port, CHAT, messages=messages(20), max_tokens=8, stream=True)
-    assert len(texts(answer)) == 8
+    assert 1 <= len(texts(answer)) <= 8  # a token without text, for example half a character, has no chunk
     spans = spans_of(receiver, answer)
     assert tree(spans, answer.parent_id) == [
         "POST /v1/chat/completions",
