@@ -32,6 +32,7 @@ from otel_infer.ringbuffer import directory, layout
 from otel_infer.ringbuffer.arena import Arena, FileArena, MemoryArena, RingUnavailable
 from otel_infer.ringbuffer.flush_request import request_flush
 from otel_infer.ringbuffer.recorder import SERVER, recorder
+from otel_infer.ringbuffer.stack_signal import stack_signal
 from otel_infer.sidecar import launcher
 from otel_infer.tracing import process_start, request_span, start
 from otel_infer.tracing.fork_family import ForkFamily
@@ -93,6 +94,7 @@ class _Installation:
         if any(_is_run_as(helper) for integration in integrations for helper in integration.helpers):
             return False
         request_span.span_factory = create_span_factory(provider, self.settings)
+        stack_signal.is_enabled = self.settings.stacks
         recorder.start(
             self._create_arena,
             self._ensure_reader,

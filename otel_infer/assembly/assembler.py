@@ -1,8 +1,8 @@
 """Turns recorded events into records. Pure: the same events give the same records; no clock, thread or I/O.
 
-Events arrive in order of time. A request is identified by (ring of its process, handle), a step by (ring of
-its engine, number). A request is concluded some time after its end, because another thread may record the
-step of its last token later than the end. Events after that are ignored, however many are fed at once.
+Events arrive in order of time. A request is identified by (ring of its process, handle), a step by (ring of its engine,
+number). A request is concluded some time after its end, because another thread may record the step of its last token
+later than the end. Events after that are ignored, however many are fed at once.
 """
 
 from __future__ import annotations
@@ -43,9 +43,8 @@ _NEVER = 1 << 63
 class Assembler:
     """Assembles events from `feed_events`; the `drain_…` methods return what is finished.
 
-    `requests_seen`: requests that were opened here, without those that an earlier reader has concluded.
-    `finds_shapes`: `drain_ready` returns ordinary requests as `ShapedRequest`.
-    """
+    `requests_seen`: requests opened here, without those that an earlier reader has concluded. `finds_shapes`:
+    `drain_ready` returns ordinary requests as `ShapedRequest`."""
 
     def __init__(self) -> None:
         self.open_requests: dict[Key, OpenRequest] = {}
@@ -86,6 +85,7 @@ class Assembler:
             events.ThreadSeen: self._add_thread_sample,
             events.ThreadRan: self.workers.add_thread_run,
             events.CpuSeen: self.processes.add_cpu_usage,
+            events.CodeLocated: self.pauses.add_code_sample,
             events.ProcessDied: self._remove_process,
             **dict.fromkeys(startup.STARTUP_EVENTS, self._startups.apply_event),
             events.ProcessLeft: self._leave_process,

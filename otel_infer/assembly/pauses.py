@@ -1,4 +1,4 @@
-"""Collects the pauses and marks of each process, and attaches them to the requests in it meanwhile. Pure."""
+"""Collects the pauses, marks and code samples of each process, and attaches them to the requests in it meanwhile. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from otel_infer import semconv
-from otel_infer.assembly.records.process import Mark, Pause
+from otel_infer.assembly.records.process import CodeSample, Mark, Pause
 from otel_infer.ringbuffer import events
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ class Pauses:
     def __init__(self) -> None:
         self._pauses: dict[int, dict[str, deque[Pause]]] = {}
         self._marks: dict[int, deque[Mark]] = {}
+        self._code_samples: dict[int, deque[tuple[int, CodeSample]]] = {}
         self._new: list[Pause] = []
         self._new_marks: list[Mark] = []
         self._pids: dict[int, int] = {}
@@ -61,13 +62,20 @@ class Pauses:
         if is_new:
             self._new_marks.append(mark)
 
+    def add_code_sample(self, ring: int, handle: int, event: events.CodeLocated) -> None:
+        """Adds the code of a late thread. `handle`: the only request that it concerns; 0 = all in the process."""
+        if event.function:
+            sample = CodeSample(*event[:-1])  # the stacks stay on the tape
+            self._code_samples.setdefault(ring, deque(maxlen=MAX_REMEMBERED)).append((handle, sample))
+
     def attach_to_request(self, request: OpenRequest) -> None:
-        """Sets the pauses and marks of a request, once.
+        """Sets the pauses, marks and code samples of a request, once.
 
         A process that died is removed before its requests are concluded.
         """
         request.pauses = request.pauses or self._find_pauses(request)
         request.marks = request.marks or self._find_marks(request)
+        request.code_samples = request.code_samples or self._find_code_samples(request)
 
     def drain_pauses(self) -> list[Pause]:
         """Returns the new pauses since the last call."""
@@ -83,6 +91,7 @@ class Pauses:
         """Removes a process."""
         self._pauses.pop(ring, None)
         self._marks.pop(ring, None)
+        self._code_samples.pop(ring, None)
         self._pids.pop(ring, None)
         self._parent_pids.pop(ring, None)
 
@@ -143,3 +152,18 @@ class Pauses:
             if mark.since < end and mark.at > begin
         ]
         return tuple(sorted(marks, key=_BY_INSTANT))
+
+    def _find_code_samples(self, request: OpenRequest) -> tuple[CodeSample, ...]:
+        """Returns the code of the threads of its processes that were late during the request, in order of time."""
+        if not self._code_samples:
+            return ()
+        own = {(request.ring, request.handle), *request.fragments}
+        samples = [
+            sample
+            for ring in {request.ring, *self._remote_rings(request)}
+            for handle, sample in self._code_samples.get(ring, ())
+            if sample.since < request.ended_at
+            and sample.at > request.arrived_at
+            and (not handle or (ring, handle) in own)
+        ]
+        return tuple(sorted(samples))

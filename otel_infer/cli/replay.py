@@ -115,6 +115,8 @@ def measure_abandoned_share(assembler: Assembler) -> float:
 
 def record_to_dict(record: RequestRecord) -> dict[str, Any]:
     """Returns a request as JSON-compatible data; lengths in ms."""
+    from otel_infer.analysis.diagnosis.code_places import describe_place
+
     steps = record.steps
     return {
         "trace_id": record.trace_id.hex(),
@@ -130,6 +132,7 @@ def record_to_dict(record: RequestRecord) -> dict[str, Any]:
         "causes_ms": {cause: length / 1e6 for cause, length in record.breakdown.causes.items()}
         if record.breakdown
         else {},
+        "code": [describe_place(sample) for sample in record.code_samples],
         "decode_steps": max(len(steps) - 1, 0) if steps is not None else 0,
         semconv.TELEMETRY_LOST: record.telemetry_lost,
     }

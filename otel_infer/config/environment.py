@@ -58,6 +58,7 @@ class Config:
     console: bool = False
     request_log: str = ""
     native: bool = True
+    stacks: bool = True
     tape: str = ""
     dump_on_slo: str = ""
     dump_port: str = ""

@@ -20,7 +20,7 @@ from otel_infer.instrumentation.hooks.instrumentor import Instrumentor
 from otel_infer.instrumentation.hooks.probe import Hook
 from otel_infer.instrumentation.hooks.suppression import torch_suppressed
 from otel_infer.instrumentation.hooks.thread_context import ThreadContext
-from otel_infer.instrumentation.waits import PooledCall, find_waiting_request
+from otel_infer.instrumentation.waits import PooledCall
 from otel_infer.tracing import start
 
 POOL_MODULES = ("concurrent.futures.thread", "anyio._backends._asyncio", "multiprocessing.pool")
@@ -76,9 +76,8 @@ def submit_with_context(original: Callable[..., Any], hook: Hook) -> Callable[..
         propagates = request is not None or (hook.alive and torch_suppressed.get())
         if propagates and not _is_interpreter_pool(self):
             run: Callable[..., Any] = ThreadContext(request).run
-            waiting = find_waiting_request()
-            if waiting is not None:
-                run = PooledCall(waiting, getattr(self, "_max_workers", 0), run)
+            if request is not None:
+                run = PooledCall(request, getattr(self, "_max_workers", 0), run)
             return original(self, run, fn, *args, **kwargs)
         return original(self, fn, *args, **kwargs)
 

@@ -33,21 +33,26 @@ instrumentor = Instrumentor("waits", "python", ("threading",))
 def find_waiting_request() -> RequestSpan | None:
     """Returns the current request if it has no token yet; None otherwise."""
     request = start.current_request()
-    return None if request is None or request.tokens_reached or request.responding else request
+    return request if request is not None and _has_no_token(request) else None
+
+
+def _has_no_token(request: RequestSpan) -> bool:
+    return not (request.tokens_reached or request.responding)
 
 
 class PooledCall:
-    """A call that waits for a thread of a pool of so many threads. Its start ends the wait."""
+    """A call of a request in a thread of a pool. `size`: the pool's threads. The start of the call ends a wait for one."""
 
     __slots__ = ("_call", "_request", "_size", "_submitted_at")
 
     def __init__(self, request: RequestSpan, size: int, call: Callable[..., Any]) -> None:
         self._request, self._size, self._call = request, size, call
-        self._submitted_at = _clock.now()
+        self._submitted_at = _clock.now() if _has_no_token(request) else 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        _record_wait(self._request, events.POOL_WAIT, self._submitted_at, self._size)
-        return self._call(*args, **kwargs)
+        if self._submitted_at:
+            _record_wait(self._request, events.POOL_WAIT, self._submitted_at, self._size)
+        return self._request.call_in_thread(self._call, *args, **kwargs)
 
 
 def _record_wait(request: RequestSpan, stage: str, began_at: int, items: int) -> None:
@@ -61,7 +66,7 @@ def _patch_run_sync(original: Callable[..., Any], hook: Hook) -> Callable[..., A
     def run_sync(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if hook.alive:
             try:
-                request = find_waiting_request()
+                request = start.current_request()
                 if request is not None:
                     func = PooledCall(request, _count_tokens(kwargs.get("limiter")), func)
             except Exception as exc:

@@ -274,6 +274,11 @@ uint64_t count_offered(RequestRing *ring)
     return *header_word(ring, W_OFFERED);
 }
 
+void store_word(RequestRing *ring, int word, uint64_t value)
+{
+    *header_word(ring, word) = value;
+}
+
 /* Returns the handle of a free slot; 0 if there is none. The oldest is used first, so that generations repeat late. */
 static uint32_t take_slot(RequestRing *self)
 {
@@ -578,6 +583,16 @@ static void free_request_ring(RequestRing *self)
     PyMem_Free(self->free_slots);
     ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
     Py_DECREF(type);
+}
+
+/* A signal that nobody handles any more does nothing then; Python code can ignore signals in the main thread only. */
+static PyObject *ignore_signal(PyObject *module, PyObject *number)
+{
+    (void)module;
+    long wanted = PyLong_AsLong(number);
+    if (wanted == -1 && PyErr_Occurred()) return NULL;
+    if (signal((int)wanted, SIG_IGN) == SIG_ERR) return PyErr_SetFromErrno(PyExc_OSError);
+    Py_RETURN_NONE;
 }
 
 static PyMethodDef request_ring_methods[] = {
@@ -937,8 +952,11 @@ static int fill_module(PyObject *module)
                : 0;
 }
 
+static PyMethodDef module_functions[] = {
+    {"ignore_signal", (PyCFunction)ignore_signal, METH_O, "ignore_signal(number): ignores a signal, in any thread."},
+    {NULL, NULL, 0, NULL}};
 static PyModuleDef_Slot module_slots[] = {{Py_mod_exec, fill_module}, {0, NULL}};
-static PyModuleDef module_definition = {PyModuleDef_HEAD_INIT, "_native", NULL, 0, NULL, module_slots, NULL, NULL, NULL};
+static PyModuleDef module_definition = {PyModuleDef_HEAD_INIT, "_native", NULL, 0, module_functions, module_slots, NULL, NULL, NULL};
 
 PyMODINIT_FUNC PyInit__native(void)
 {

@@ -4,6 +4,7 @@
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030B0000
 #include <Python.h>
+#include <signal.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
@@ -199,6 +200,8 @@ void write_cell(RequestRing *ring, int code, uint32_t handle, const char *body);
 int intern_text(RequestRing *ring, PyObject *text, uint32_t *id);
 void free_slot(RequestRing *ring, uint32_t handle);
 uint64_t count_offered(RequestRing *ring);
+/* Stores a word of the header. */
+void store_word(RequestRing *ring, int word, uint64_t value);
 
 /* Writes an event of any length, at most 64 parts, in as many cells as it needs. */
 void write_long(RequestRing *ring, int code, uint32_t handle, const char *body, size_t length);

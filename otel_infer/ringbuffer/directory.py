@@ -14,6 +14,7 @@ The layout of a folder:
         stopped                     exists once `otel-infer run` received a signal to stop the server
         PID-TOKEN.requests          held by each writing process
         PID-TOKEN-N.steps
+        PID-TOKEN.stacks                stacks of its threads (`ringbuffer.stack_signal`)
         dump-TOKEN.*                a request for a tape, and its answer (`recording.dump_request`)
 
 A folder that the operator named (`OTEL_INFER_RINGS`) takes the place of SERVER. If other users may use it
@@ -245,7 +246,8 @@ def remove_server_folder(folder: Path) -> None:
         if any(path.suffix in _RING_SUFFIXES and is_held(path) for path in paths):
             return
         for path in paths:
-            if path.suffix in _RING_SUFFIXES or path.name in _SERVER_FILES or is_dump(path.name):
+            is_ring = path.suffix in (*_RING_SUFFIXES, layout.SUFFIX_STACKS)
+            if is_ring or path.name in _SERVER_FILES or is_dump(path.name):
                 private_files.remove_beside_rings(path)
         if user_folder_name() in folder.parts[:-1]:
             with private_files.open_folder(folder.parent) as parent:

@@ -5,6 +5,8 @@ There are two kinds of file. Each has a fixed size and begins with one header pa
     NAME.requests   header | request ring: cells of 64 B | live table: 80 B a slot | string table: 128 B each
     NAME.steps      header | step ring: records of n × 64 B; small rings of equal size follow each other
 
+A third file, NAME.stacks, is text without a header (`stack_signal`).
+
 A *cell* is written by one `pack_into`: sequence, code, part, parts, handle, 40 bytes of body, the sequence
 again. An event longer than a cell takes several cells. The first 4 bytes of each body are then the low word
 of the sequence of the first cell.
@@ -27,10 +29,11 @@ from typing import NamedTuple
 MAGIC = 0x4F54454C_494E4652  # "OTELINFR"
 MAGIC_BYTES = MAGIC.to_bytes(8, sys.byteorder)
 """First bytes of a ring; they are written after the rest of its header."""
-VERSION = 4
+VERSION = 5
 PAGE = 4096
 SUFFIX_REQUESTS = ".requests"
 SUFFIX_STEPS = ".steps"
+SUFFIX_STACKS = ".stacks"
 
 # ── header: u64 words, then a JSON text ──────────────────────────────────────────────────────────────────────────
 W_MAGIC, W_VERSION, W_PID, W_STARTED_AT, W_STARTED_WALL = range(5)
@@ -57,7 +60,7 @@ W_FLUSH_REQUESTED = 14
 W_FLUSH_DONE = 15
 """Written by the reader: the last of these requests that it completed."""
 W_THREAD = 16
-"""In a step ring: the kernel's id of the thread that writes it; 0 = unknown."""
+"""In a step ring: the thread that writes it, as `thread_ids.pack_thread` packs it; 0 = unknown."""
 W_OFFERED = 17
 """Requests that this process offered for recording, recorded or not. A fragment of another process's request is none."""
 W_NOT_RECORDED = 18
@@ -70,6 +73,13 @@ W_FLUSH_REFUSED = 21
 """Written by the reader: the last request after which something was refused that was recorded since the
 request before it.
 """
+W_STACK_SIGNAL, W_STACK_FILE = 22, 23
+"""The signal on which this process writes the stacks of its threads, 0 = none, and the descriptor that it writes to."""
+W_LOOPS = 24
+"""Event loops with requests, two words each: when the next check of the loop is due (monotonic ns; 0 = none), and the
+loop's thread, as `thread_ids.pack_thread` packs it.
+"""
+WATCHED_LOOPS = 4
 HEADER_WORDS = 32
 TEXT_OFFSET = HEADER_WORDS * 8
 TEXT_LENGTH = struct.Struct("<I")
@@ -93,9 +103,11 @@ VOID_CODE = 0
 
 # ── live table ───────────────────────────────────────────────────────────────────────────────────────────────────
 LIVE = struct.Struct("<IHHqq16s8s8s8sqI")
-"""handle, flags, unused, arrived_at, wall_at, trace id, span id, parent id, server span id, unused, handle
-again.
+"""handle, flags, unused, arrived_at, wall_at, trace id, span id, parent id, server span id, the thread that works for the
+request alone (`thread_ids.pack_thread`; 0 = none), handle again.
 """
+LIVE_THREAD_AT = 64
+
 LIVE_BYTES = 80
 SLOT_BITS = 12
 SLOT_MASK = (1 << SLOT_BITS) - 1

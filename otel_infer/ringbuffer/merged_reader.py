@@ -24,6 +24,7 @@ from otel_infer.ringbuffer.ledger import RequestLedger
 from otel_infer.ringbuffer.process_rings import ProcessRings
 from otel_infer.ringbuffer.reader import InvalidRing, RequestReader, RingNotReady
 from otel_infer.ringbuffer.step_reader import StepFile, StepReader
+from otel_infer.ringbuffer.thread_ids import kernel_id
 
 LIVENESS_NS = 250_000_000
 SMALL_CELLS = 64
@@ -231,8 +232,7 @@ class MergedReader:
     def list_writers(self) -> list[tuple[int, int]]:
         """Returns (ring, pid as seen from here) of the living processes that are visible.
 
-        Rings in the memory of this process have none.
-        """
+        Rings in the memory of this process have none."""
         holders = [(process.ring, process.find_pid()) for process in self._processes.values()]
         return [(ring, pid) for ring, pid in holders if pid]
 
@@ -243,15 +243,16 @@ class MergedReader:
         """
         stepping = [(process, process.find_pid()) for process in self._processes.values() if process.engines]
         return [
-            (steps.ring, pid, steps.header.pid, steps.header.words[layout.W_THREAD])
+            (steps.ring, pid, steps.header.pid, kernel_id(steps.header.words[layout.W_THREAD]))
             for process, pid in stepping
             if pid
             for steps in process.engines
         ]
 
-    def count_writers(self) -> int:
-        """Returns the number of processes whose rings are open."""
-        return len(self._processes)
+    @property
+    def processes(self) -> list[ProcessRings]:
+        """The processes whose rings are open."""
+        return list(self._processes.values())
 
     def mark_processed(self, horizon: int) -> None:
         """Records in every ring that requests that ended before `horizon` were exported."""

@@ -64,6 +64,11 @@ class ProcessRings:
             words[layout.W_FLUSH_REFUSED] = number
         words[layout.W_FLUSH_DONE] = number
 
+    @property
+    def stacks_path(self) -> Path | None:
+        """Returns the file that the stacks of this process are written to; None for rings in the reader's own memory."""
+        return None if self.path is None else self.path.with_suffix(layout.SUFFIX_STACKS)
+
     def find_pid(self) -> int:
         """Returns the pid of the process as seen from here; 0 = not visible, or rings in this process's memory."""
         return directory.find_lock_holder(self.descriptor) if self.descriptor >= 0 else 0
@@ -94,6 +99,9 @@ class ProcessRings:
     def close_files(self, remove: bool) -> list[str]:
         """Closes the files, and returns the paths of those that it removed."""
         files = [(self.descriptor, self.path), *((file.descriptor, file.path) for file in self.step_files)]
+        if self.stacks_path is not None and remove:
+            with contextlib.suppress(OSError):
+                private_files.remove_beside_rings(self.stacks_path)
         removed = []
         for descriptor, path in files:
             if descriptor >= 0:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from otel_infer.ringbuffer import events, layout
 from otel_infer.ringbuffer.cell_columns import CellColumn, are_pairs, split_by_code, unpack_bodies
 from otel_infer.ringbuffer.events import RecordedEvent, make_tuple
+from otel_infer.ringbuffer.live_view import LiveView
 
 Words = NDArray[np.uint64]
 
@@ -142,6 +143,11 @@ class RequestReader:
             self._latest_event_at = max(self._latest_event_at, recorded[-1].event.at)
 
     @property
+    def position(self) -> int:
+        """The number of cells that were read."""
+        return self._next
+
+    @property
     def is_waiting(self) -> bool:
         """Whether a reserved cell is awaited that its writer has not written yet."""
         return self._hole_polls > 0
@@ -184,6 +190,10 @@ class RequestReader:
             handle, flags, _, at, wall_at, trace, span, parent, _, _, again = fields
             if handle and handle == again:
                 yield handle, events.LiveRecovered(at, wall_at, trace, span, parent, flags)
+
+    def make_live_view(self) -> LiveView:
+        """Returns a view of what the requests of this process do now."""
+        return LiveView(self._memory, self.header.cells, self._slots, self._offsets.live_table)
 
     def get_string(self, index: int) -> str:
         """Returns the string with this id, or `_OTHER` where the table does not hold it."""

@@ -7,13 +7,28 @@ After an overwrite, reading continues at the oldest record that is safe, and the
 from __future__ import annotations
 
 import mmap
+import struct
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from otel_infer.ringbuffer import events, layout
 from otel_infer.ringbuffer.reader import InvalidRing, RingHeader, Words
+
+_LOOK_WINDOW = np.arange(256)
+"""Cells that `read_latest` looks at together."""
+_INSTANT_AND_STEP = struct.Struct("<qQ")
+"""The first fields of a step record."""
+
+
+class LatestRecord(NamedTuple):
+    """The instant and step of a record. `is_running`: the step has begun and not ended."""
+
+    at: int
+    step: int
+    is_running: bool
 
 
 class StepFile:
@@ -56,7 +71,7 @@ class StepReader:
         self._heads: Words = words.reshape(self.header.cells, 8)[:, 0]
         self._next = 0
         self._complete = self._newest_polled = self._scanned = 0
-        self._last_read = -1
+        self._last_read, self._looked = -1, 0
         self._taken_over = taken_over
         self.lost = 0
         self.fill_ratio = 0.0
@@ -96,6 +111,27 @@ class StepReader:
         """Returns whether more than this share of the ring was written since the last poll; 0: anything."""
         self._scanned = self._scan_complete(max(self._complete, self._scanned, self._next))
         return self._scanned - self._newest_polled > share * self.header.cells
+
+    def read_latest(self) -> LatestRecord | None:
+        """Returns the record that was written last, whether or not it was polled; None if there is none."""
+        begin, found = max(self._looked, self._next), False
+        while True:
+            counters = begin + _LOOK_WINDOW
+            written = np.flatnonzero(
+                self._heads[counters % self.header.cells] == counters.astype(np.uint64) + 1
+            )
+            found = found or len(written) > 0
+            if not len(written) or not written[-1]:
+                break
+            begin += int(written[-1])
+        record = self._parse_record_head(begin) if found else None
+        if record is None or record[1] == layout.PAD_CODE:
+            return None
+        self._looked = begin
+        at, step = _INSTANT_AND_STEP.unpack_from(
+            self._memory, layout.PAGE + (begin % self.header.cells << 6) + layout.RECORD_HEAD.size
+        )
+        return LatestRecord(at, step, record[1] == events.SCHEDULED_CODE)
 
     def close(self) -> None:
         """Releases the memory."""

@@ -24,6 +24,7 @@ from otel_infer.ringbuffer import events, layout
 from otel_infer.ringbuffer.arena import Arena, choose_sizes
 from otel_infer.ringbuffer.layout import RingSizes
 from otel_infer.ringbuffer.native import native
+from otel_infer.ringbuffer.stack_signal import stack_signal
 from otel_infer.ringbuffer.string_table import StringTable
 from otel_infer.ringbuffer.text_limits import pack_text_to_fit
 
@@ -131,7 +132,7 @@ class RequestWriter:
             self.memory, sizes, {"role": role, "boot_id": layout.read_boot_id(), "parent": os.getppid()}
         )
         offsets = layout.request_offsets(sizes.cells, sizes.live_slots, sizes.strings)
-        self._cells, self._live_offset, self._strings_offset = (
+        self._cells, self.live_offset, self._strings_offset = (
             sizes.cells,
             offsets.live_table,
             offsets.strings,
@@ -148,13 +149,14 @@ class RequestWriter:
         self._generations = [first] * sizes.live_slots
         if native is not None:
             self._use_compiled_ring(native, first)
+        stack_signal.start(arena, name, self.words)
 
     def _use_compiled_ring(self, native: Any, first_generation: int) -> None:
         """Lets compiled code give away the slots, and write all events that fit one cell, and arrivals."""
         ring = self.compiled = native.RequestRing(
             self.memory,
             self._cells,
-            self._live_offset,
+            self.live_offset,
             self._slots,
             first_generation,
             os.urandom(32),
@@ -177,6 +179,7 @@ class RequestWriter:
         """Marks the ring as closed, or as the parent process's, for compiled code that still refers to it."""
         if self.compiled is not None:
             self.compiled.retired = True
+        stack_signal.stop()
 
     def defer_until(self, due_at: int) -> None:
         """Lets compiled code close requests until this instant; the next one runs the deferred recorders."""
@@ -216,7 +219,7 @@ class RequestWriter:
 
     def _write_arrival(self, slot: int, handle: int, arrived: events.RequestArrived) -> None:
         """Writes the live slot and the two cells of an arrival."""
-        offset = self._live_offset + slot * _LIVE_BYTES
+        offset = self.live_offset + slot * _LIVE_BYTES
         at, wall_at, trace, span, parent, server, flags, operation, provider, model, name = arrived
         memory = self.memory
         _LIVE_INTO(memory, offset, handle, flags, 0, at, wall_at, trace, span, parent, server, 0, handle)
@@ -262,7 +265,7 @@ class RequestWriter:
                 self._free_slot(slot)
 
     def _free_slot(self, slot: int) -> None:
-        offset = self._live_offset + slot * _LIVE_BYTES
+        offset = self.live_offset + slot * _LIVE_BYTES
         self.memory[offset : offset + _LIVE_BYTES] = _EMPTY_SLOT
         self._generations[slot] = (self._generations[slot] + 1) % _GENERATIONS or 1
         self._free_slots.append(slot)

@@ -53,6 +53,8 @@ GROUP_HOST = "host"
 GROUP_POST_ENGINE = "post_engine"
 GROUP_UNKNOWN = "unknown"
 """Groups of causes, as diagnosis reads them."""
+LATE_EVENT_LOOP, LATE_STEP, LATE_REQUEST, LATE_PROCESS = CAUSE_EVENT_LOOP, "step", "request", "process"
+"""What can be late while the code of its thread is sampled."""
 STOPS_PROCESS, STOPS_EVENT_LOOP = "process", "event_loop"
 """A pause stops all threads of a process, or its event loop while the engine continues."""
 
@@ -63,8 +65,9 @@ class Cause(NamedTuple):
     `colour`: in the report, light enough for black text. `stages`: the stages whose time is this cause,
     unless another cause took it. `pause`: what it stops, if it is a pause; empty if it is none. `is_fault`:
     whether an alert may name it; a request's own work is no fault. `is_warmup`: it happens once, before a
-    server has run all its shapes. `slows_decode`: it delays tokens beyond the request's own decode. `change`:
-    what to change first; empty where only the symptom decides.
+    server has run all its shapes. `slows_decode`: it delays tokens beyond the request's own decode. `sampled`:
+    what is late while this time passes, so that the code of the late thread shows its reason. `change`: what to
+    change first; empty where only the symptom decides.
     """
 
     name: str
@@ -77,7 +80,10 @@ class Cause(NamedTuple):
     is_fault: bool = True
     is_warmup: bool = False
     slows_decode: bool = False
+    sampled: tuple[str, ...] = ()
 
+
+_LATE_CODE = (LATE_REQUEST, LATE_EVENT_LOOP)
 
 CAUSE_TABLE = (
     Cause(
@@ -85,24 +91,28 @@ CAUSE_TABLE = (
         "in the server's socket, not yet read by the server",
         "keep blocking calls off the event loop: `def` instead of `async def`, or asyncio.to_thread; else add server processes",
         stages=(spans.SPAN_ACCEPT,),
+        sampled=(LATE_EVENT_LOOP,),
     ),
     Cause(
         CAUSE_INGRESS, GROUP_PRE_ENGINE, "#7fb2e5",
         "from the server's call of the application until the request is handed to the engine",
         "make what runs before the engine faster or concurrent: body reads, look-ups, authentication",
         stages=(spans.SPAN_INGRESS,),
+        sampled=_LATE_CODE,
     ),
     Cause(
         CAUSE_TOKENIZE, GROUP_PRE_ENGINE, "#a9cdf0",
         "tokenization of the prompt",
         "shorter prompts, a compiled tokenizer, or more API server processes",
         stages=(spans.SPAN_TOKENIZE,),
+        sampled=_LATE_CODE,
     ),
     Cause(
         CAUSE_MEDIA, GROUP_PRE_ENGINE, "#93b9d8",
         "images, audio and video of the prompt: fetched and preprocessed",
         "smaller media from a nearby store, or fetched by the client; more API servers to preprocess them",
         stages=(spans.SPAN_FETCH_MEDIA, spans.SPAN_PREPARE_MEDIA),
+        sampled=_LATE_CODE,
     ),
     Cause(
         CAUSE_HIDDEN_QUEUE, GROUP_QUEUE, "#f3d27a",
@@ -119,12 +129,14 @@ CAUSE_TABLE = (
         "waited for a thread of a pool",
         "fewer blocking calls in the pool, or more threads if they only wait (anyio: current_default_thread_limiter().total_tokens)",
         stages=(spans.SPAN_POOL_WAIT,),
+        sampled=(LATE_REQUEST,),
     ),
     Cause(
         CAUSE_LOCK_QUEUE, GROUP_QUEUE, "#f7dc92",
         "waited for a lock, a semaphore or a condition of the application",
         "batch the requests that the lock lets through one by one, hold it for less, or add server processes",
         stages=(spans.SPAN_LOCK_WAIT,),
+        sampled=_LATE_CODE,
     ),
     Cause(
         CAUSE_GRAMMAR, GROUP_PRE_ENGINE, "#d9c069",
@@ -175,6 +187,7 @@ CAUSE_TABLE = (
         "between two steps of the engine; where a device is timed, also its idle time within a step",
         "see what the engine's thread does between its steps (py-spy): callbacks, detokenizing, sending",
         slows_decode=True,
+        sampled=(LATE_STEP,),
     ),
     Cause(
         CAUSE_TRANSFER, GROUP_HOST, "#a8b3a0",
@@ -187,18 +200,21 @@ CAUSE_TABLE = (
         "stages that the application recorded, and its code between stages before the engine, or between two generations",
         "open the longest of these stages, or gaps between stages, in the trace, and make that code faster or concurrent",
         is_fault=False,
+        sampled=_LATE_CODE,
     ),
     Cause(
         CAUSE_DETOKENIZE, GROUP_POST_ENGINE, "#9bd8cf",
         "detokenization after the last token",
         "detokenize while tokens arrive, or in more processes",
         stages=(spans.STAGE_DETOKENIZE,),
+        sampled=_LATE_CODE,
     ),
     Cause(
         CAUSE_EGRESS, GROUP_POST_ENGINE, "#6cc0b5",
         "from the last token until the last byte is handed to the socket",
         "see `infer.send.wait` for slow clients; else move work after the last token out of the request",
         stages=(spans.SPAN_POSTPROCESS,),
+        sampled=_LATE_CODE,
     ),
     Cause(
         CAUSE_GC, GROUP_STALL, "#b79be0",
@@ -229,6 +245,7 @@ CAUSE_TABLE = (
         "the event loop was blocked by a call, or waited for a core or the GIL",
         "move the blocking call off the event loop: `def` instead of `async def`, or asyncio.to_thread",
         pause=STOPS_EVENT_LOOP,
+        sampled=(LATE_EVENT_LOOP,),
     ),
     Cause(
         CAUSE_THROTTLED, GROUP_STALL, "#9d8fd6",
@@ -259,18 +276,21 @@ CAUSE_TABLE = (
         "the engine's thread waited for a lock, the GIL, a disk or the device",
         "find what it waits for (py-spy dump): a lock, another thread that holds the GIL, a slow disk, or the device",
         slows_decode=True,
+        sampled=(LATE_STEP,),
     ),
     Cause(
         CAUSE_PAUSE, GROUP_STALL, "#ded0f2",
         "another pause of the whole process",
         "find what stops the process: other work on its cores, a debugger, a suspended container",
         slows_decode=True,
+        sampled=(LATE_STEP,),
     ),
     Cause(
         CAUSE_UNEXPLAINED, GROUP_UNKNOWN, "#b9bec6",
         "not covered by any measurement",
         "put `otel_infer.stage` around the code in question, or sample it (py-spy)",
         is_fault=False,
+        sampled=(LATE_STEP, *_LATE_CODE),
     ),
 )  # fmt: skip
 """In the order in which docs list them."""

@@ -70,7 +70,7 @@ class CrashRecovery(threading.Thread):
         rings.discover_rings(sibling, _clock.now())
         for rejection in rings.rejected:
             log.warning("ring rejected: %s", rejection)
-        if not rings.count_writers():
+        if not rings.processes:
             return
         service = ServiceResource(sibling, self._shared)
         try:
@@ -127,7 +127,7 @@ def discard_dead_rings(folder: Path, counting: MergedReader) -> None:
     rings = MergedReader()
     for prefix in dead_servers.list_dead_writers(folder):
         rings.discover_rings(folder, _clock.now(), prefix)
-    if rings.count_writers():
+    if rings.processes:
         unexported = Pipeline(Config(), rings, [], None, {}, None, 0)
         unexported.run_cycle(_clock.now(), final=True)
         counting.count_discarded(unexported.requests)

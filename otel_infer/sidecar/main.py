@@ -40,6 +40,7 @@ from otel_infer.sidecar.notices import READ_S, RefusalReporter, write_notices
 from otel_infer.sidecar.pipeline import CYCLE_NS, Pipeline
 from otel_infer.sidecar.probes.cpu_throttling import CpuThrottlingProbe
 from otel_infer.sidecar.probes.cpu_usage import CpuUsageProbe
+from otel_infer.sidecar.probes.stalls.sampler import StallSampler
 from otel_infer.sidecar.probes.thread_stats import EngineThreadProbe
 from otel_infer.sidecar.read_schedule import LIVE_READ_INTERVAL_NS, READ_INTERVAL_NS, ReadSchedule
 from otel_infer.sidecar.recording.flight_recorder import FlightRecorder
@@ -168,6 +169,9 @@ class Sidecar:
         )
         self._throttling_probe, self._thread_probe = CpuThrottlingProbe(), EngineThreadProbe()
         self._cpu_probe, self._malloc_trimmer = CpuUsageProbe(), MallocTrimmer()
+        self._stalls = StallSampler(
+            lambda: self._rings.processes, self._rings.add_event, is_enabled=settings.stacks
+        )
         self._flushes = FlushRequests(self._rings, self._pipeline)
         self._refusals = RefusalReporter(self._pipeline.delivery.describe_refusals, self._report_lines)
         self._recovery = make_recovery(
@@ -193,7 +197,7 @@ class Sidecar:
             if self._is_over(began):
                 break
             interval = self._schedule.wake_interval(began)
-            time.sleep(max(interval - (_clock.now() - began), CYCLE_NS // 10) / 1e9)
+            self._stalls.sleep(max(interval - (_clock.now() - began), CYCLE_NS // 10))
         # Only an orderly exit removes rings: after a crash, the next sidecar continues with them.
         if self._webhook is not None:  # the next sidecar of this server may be waiting for the port
             self._webhook.close()
@@ -211,6 +215,7 @@ class Sidecar:
         self._folder_watch.close()
         self._thread_probe.close()
         self._throttling_probe.close()
+        self._stalls.close()
         self._rings.close(remove=not self._is_persistent)
         if not self._is_persistent:
             directory.remove_server_folder(self._folder)
@@ -301,14 +306,14 @@ class Sidecar:
     def _is_over(self, now: int) -> bool:
         if self._is_persistent:
             return self._stopped
-        if self._rings.count_writers() or directory.is_held(self._folder / directory.OWNER_LOCK):
+        if self._rings.processes or directory.is_held(self._folder / directory.OWNER_LOCK):
             self._no_writers_since = 0
             return False
         self._no_writers_since = self._no_writers_since or now
         if now - self._no_writers_since < self._exit_delay_ns():
             return False
         self._discover_rings(now)
-        return not self._rings.count_writers()
+        return not self._rings.processes
 
     def _exit_delay_ns(self) -> int:
         if read_status(self._folder / directory.OWNER_LOCK) is not None:

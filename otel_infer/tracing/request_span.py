@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from typing import Any
 
@@ -15,6 +15,7 @@ from opentelemetry.util import types
 from otel_infer import _clock, semconv
 from otel_infer.ringbuffer import events
 from otel_infer.ringbuffer.recorder import recorder
+from otel_infer.ringbuffer.thread_ids import exchange_thread, pack_thread
 from otel_infer.tracing import context
 from otel_infer.tracing.pending_spans import PendingProviderSpans, end_spans
 from otel_infer.tracing.request_state import RequestState
@@ -88,6 +89,25 @@ class RequestSpan(RequestState, trace.Span):
                 writer.write_event(self.handle, event)
             except Exception as error:  # the request continues unrecorded
                 recorder.report_lost_event(error)
+
+    def call_in_thread(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Calls a function for this request alone, in this thread, which is known to the reader until it returns.
+
+        The first thread of a request stays known while it works: a later one usually waits for its result.
+        """
+        thread = pack_thread()
+        is_known = self._exchange_thread(0, thread)
+        try:
+            return call(*args, **kwargs)
+        finally:
+            if is_known:
+                self._exchange_thread(thread, 0)
+
+    def _exchange_thread(self, known: int, thread: int) -> bool:
+        writer = recorder.requests
+        return writer is not None and exchange_thread(
+            writer.memory, writer.live_offset, self.handle, known, thread
+        )
 
     def _write_stage(self, at: int, name: str, started_at: int, items: int) -> None:
         self.record_event(events.make_tuple(events.StageEnded, (at, started_at, name, items)))

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from otel_infer import semconv
+from otel_infer.analysis.diagnosis.code_places import describe_code
 from otel_infer.analysis.diagnosis.cpu_use import measure_cpu_use
 from otel_infer.analysis.diagnosis.excess import UNCOVERED, TimeByComplaint, divide_time, find_kind
 from otel_infer.analysis.diagnosis.processor import (
@@ -141,7 +142,11 @@ def _choose_verdict(
         note = _describe_uncovered([served[row] for row in time.slow], uncovered, weighed)
         return Diagnosis(INSUFFICIENT, len(served), [], cause_shares, note, weighed)
     if weighted:
-        return Diagnosis(weighted[0].symptom, len(served), weighted, cause_shares, "", weighed)
+        located = [
+            finding._replace(evidence=[*finding.evidence, *describe_code(served, finding.cause)])
+            for finding in weighted
+        ]
+        return Diagnosis(weighted[0].symptom, len(served), located, cause_shares, "", weighed)
     cause, share = _largest_unclassified_cause(served)
     if share > MAX_UNCLASSIFIED_SHARE:
         note = f"no symptom matches, but {share:.0%} of the slow requests' time is {cause}"
@@ -166,6 +171,9 @@ def _describe_uncovered(slow: list[RequestRecord], share: float, weighed: str) -
     if sum(record.steps_evicted > 0 for record in slow) > len(slow) / 2:
         return f"the slow requests are older than the last {CAPACITY:,} steps of their engine; older steps are discarded"
     place = locate_uncovered_time(slow)
+    code = describe_code(slow, semconv.CAUSE_UNEXPLAINED)
+    if code:
+        return f"{share:.0%} of {weighed} is unexplained, most of it {place}; {'; '.join(code)}"
     return (
         f"{share:.0%} of {weighed} is unexplained, most of it {place}; put `otel_infer.stage` around that code, "
         "sample it (py-spy dump), and check that the engine is instrumented: otel-infer doctor"

@@ -19,7 +19,7 @@ from otel_infer.assembly.engine.thread_delays import KnownDelays
 from otel_infer.assembly.engine.types import PrefillInStep
 from otel_infer.assembly.engine.warmup import WarmupSteps
 from otel_infer.assembly.records.intervals import uncovered_length
-from otel_infer.assembly.records.process import Mark, Pause
+from otel_infer.assembly.records.process import CodeSample, Mark, Pause
 from otel_infer.config import tenancy
 from otel_infer.ringbuffer.events import OK, Value
 
@@ -125,7 +125,7 @@ class RequestRecord:
 
     Causes. `cost_model`: of the engine's steps, as known at the end. `prefills_by_step`: the requests with
     prompt tokens in each step. `thread_delays`: of the engine's thread, read soon after the end. `pauses`: of
-    the whole process; `loop_pauses`: of its event loop only.
+    the whole process; `loop_pauses`: of its event loop only. `code_samples`: of late threads of its processes.
 
     Device. `device_ns`: device time by stage, for stages with at least one timed step. `device_share`: the
     request's share of all its steps on all devices, ns. `device_idle`: ns without device work by row of
@@ -190,6 +190,7 @@ class RequestRecord:
     pauses: tuple[Pause, ...] = ()
     loop_pauses: tuple[Pause, ...] = ()
     marks: tuple[Mark, ...] = ()
+    code_samples: tuple[CodeSample, ...] = ()
     received_at: int = 0
     preempted_at: tuple[int, ...] = ()
     detokenize_ns: int = 0

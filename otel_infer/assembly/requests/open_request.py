@@ -12,7 +12,7 @@ from otel_infer.assembly.engine.step_cost import StepCostModel
 from otel_infer.assembly.engine.step_log import EngineStepLog, StepRun
 from otel_infer.assembly.engine.types import PrefillInStep
 from otel_infer.assembly.engine.warmup import WarmupSteps
-from otel_infer.assembly.records.process import Mark, Pause
+from otel_infer.assembly.records.process import CodeSample, Mark, Pause
 from otel_infer.assembly.records.request import UserEvent, UserLink
 from otel_infer.config import tenancy
 from otel_infer.ringbuffer import events as ring_events
@@ -37,13 +37,13 @@ class PromptChunk(NamedTuple):
 class OpenRequest:
     """The state of a request that is not concluded. Instants are 0 until they are seen.
 
-    `fragments`: its handles in other processes, as (ring, handle); where one process has several, the last
-    counts. `is_end_observed`: False if the end was lost; `ended` then holds a later instant until the
-    conclusion. `early_events_lost`: events were lost before anything but its arrival was recorded.
-    `steps_lost`: steps are missing that it may have been in, so no later step is known to be its first.
-    `known_from`: by engine, the first step from which on all its steps are known. Its last step is known if
-    it came after. `current_runs`: by engine, the first step of the current run, and the number of sequences
-    in it. `submissions`: instant and number of sequences of each. `concluded_at`: later events are ignored.
+    `fragments`: its handles in other processes, as (ring, handle); where one process has several, the last counts.
+    `is_end_observed`: False if the end was lost; `ended` then holds a later instant until the conclusion.
+    `early_events_lost`: events were lost before anything but its arrival was recorded. `steps_lost`: steps are missing
+    that it may have been in, so no later step is known to be its first. `known_from`: by engine, the first step from
+    which on all its steps are known. Its last step is known if it came after. `current_runs`: by engine, the first step
+    of the current run, and the number of sequences in it. `submissions`: instant and number of sequences of each.
+    `concluded_at`: later events are ignored.
     """
 
     ring: int
@@ -88,6 +88,7 @@ class OpenRequest:
     is_end_observed: bool = True
     pauses: tuple[Pause, ...] = ()
     marks: tuple[Mark, ...] = ()
+    code_samples: tuple[CodeSample, ...] = ()
     start_ids: tuple[bytes, bytes] | None = None
     cost_model: StepCostModel | None = None
     warmup_steps: WarmupSteps | None = None
@@ -318,8 +319,7 @@ _HTTP_KEYS = semconv.HTTP_REQUEST_METHOD, semconv.URL_SCHEME, semconv.HTTP_ROUTE
 _REPORTED_TYPES: set[type] = set()
 """Types of events of which an invalid one was logged."""
 
-# One table for all requests. A table of bound methods in each request would form a reference cycle, which
-# only the garbage collector frees.
+# One table for all: bound methods in each request would form a reference cycle, which only the collector frees.
 _HANDLERS: dict[type, Callable[[OpenRequest, Any], None]] = {
     ring_events.StageEnded: OpenRequest._add_stage,
     ring_events.BytesMoved: OpenRequest._add_stage,

@@ -24,7 +24,7 @@ def copy_fields(record: RequestRecord, request: OpenRequest) -> None:
     record.received_at = request.received_at
     if request.pauses:
         apply_pauses(record, request)
-    record.marks = request.marks
+    record.marks, record.code_samples = request.marks, request.code_samples
     record.is_multi_engine = len(request.runs) > 1 and len({run.log for run in request.runs}) > 1
     # Steps are identified by number, and each engine counts its own.
     if request.runs and not record.is_multi_engine:

@@ -91,6 +91,7 @@ def _has_more_to_export(request: OpenRequest) -> bool:
     return bool(
         len(request.pauses) > MAX_PAUSES
         or request.marks
+        or request.code_samples
         or request.start_ids
         or request.telemetry_lost
         or request.events

@@ -291,6 +291,7 @@ def _explain_request(records: Sequence[RequestRecord], request_id: str, as_json:
     if as_json:
         print(json.dumps(record_with_interferer(record)))
         return 0
+    from otel_infer.analysis.diagnosis.code_places import describe_place
     from otel_infer.cli import terminal
 
     out = terminal.make_console()
@@ -301,6 +302,8 @@ def _explain_request(records: Sequence[RequestRecord], request_id: str, as_json:
     ):
         share = 100 * length / max(record.duration_ns, 1)
         out.print(f"  {cause:<16} {length / 1e6:9.1f} ms {share:5.1f} %  {semconv.describe_cause(cause)}")
+    for sample in record.code_samples:
+        out.print(f"  late {sample.reason.replace('_', ' ')}: {describe_place(sample)}", markup=False)
     out.print(summarise_record(record))
     return 0
 

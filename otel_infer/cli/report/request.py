@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from otel_infer import semconv
-from otel_infer.assembly.records.process import Pause
+from otel_infer.analysis.diagnosis.code_places import describe_place
+from otel_infer.assembly.records.process import CodeSample, Pause
 from otel_infer.assembly.records.request import RequestRecord
 from otel_infer.cli.report.html_helpers import (
     COLOURS,
@@ -166,9 +168,21 @@ def _render_waterfall(record: RequestRecord) -> str:
             f'<th scope="row">pause: {escape_text(cause)}</th><td class="bar">{_render_bars(record, intervals, PAUSE_COLOUR)}</td>'
             f'<td class="n">{len(intervals)} ×</td><td class="n">{_format_duration(total)}</td><td class="dim">{_PAUSE_NOTES.get(cause, "the whole process was paused")}</td>'
         )
+    lines += map(partial(_render_sample, record), record.code_samples[:MAX_CAUSES])
     hidden = len(record.stages) - len(stages)
     caption = "Stages" + (f"; {hidden} more are on the tape" if hidden else "")
     return render_table(caption, ("stage", "", "#begins", "#takes", ""), lines, "fall")
+
+
+def _render_sample(record: RequestRecord, sample: CodeSample) -> str:
+    """Returns a row: the code that a late thread was in."""
+    bar = _render_bars(record, [(sample.since, sample.at)], PAUSE_COLOUR)
+    begins = _format_duration(sample.since - record.arrived_at)
+    return (
+        f'<th scope="row">late {escape_text(sample.reason.replace("_", " "))}</th><td class="bar">{bar}</td>'
+        f'<td class="n">{begins}</td><td class="n">{_format_duration(sample.at - sample.since)}</td>'
+        f'<td class="dim">{escape_text(describe_place(sample), 240)}</td>'
+    )
 
 
 _PAUSE_NOTES = {semconv.CAUSE_EVENT_LOOP: "the event loop was blocked, not the engine"}

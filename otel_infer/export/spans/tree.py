@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from otel_infer import semconv
-from otel_infer.assembly.records.process import Pause
+from otel_infer.assembly.records.process import CodeSample, Pause
 from otel_infer.assembly.records.request import PrefillStep, RequestRecord, Stage
 from otel_infer.export.otlp import SharedAttributes, Span, SpanEvent, SpanLink
 from otel_infer.export.sampling import tail_sampler
@@ -144,14 +144,15 @@ def server_name(record: RequestRecord) -> str:
 
 def _build_events(record: RequestRecord, decision: tail_sampler.Decision) -> list[SpanEvent]:
     """Returns the events of the live span. A request with a keep reason also gets its pauses and marks."""
-    if not (record.events or record.pauses or record.loop_pauses or record.marks):
+    if not (record.events or record.pauses or record.loop_pauses or record.marks or record.code_samples):
         return []
     events = [
         SpanEvent(event.at + record.wall_offset, event.name, event.attributes) for event in record.events
     ]
     if span_attributes.has_sampling_reason(decision):
         instants = record.arrived_at, record.ended_at, record.wall_offset
-        events += [*build_pause_events(record.all_pauses, *instants), *_build_mark_events(record)]
+        events += build_pause_events(record.all_pauses, *instants, record.code_samples)
+        events += _build_mark_events(record)
         events.sort(key=lambda event: event.at)
     return events
 
@@ -171,18 +172,46 @@ def _build_links(record: RequestRecord) -> list[SpanLink]:
     return links
 
 
-def build_pause_events(pauses: Sequence[Pause], begin: int, end: int, wall_offset: int) -> list[SpanEvent]:
-    """Returns events for the longest pauses, each limited to the time of the request, longest first."""
+def build_pause_events(
+    pauses: Sequence[Pause], begin: int, end: int, wall_offset: int, samples: Sequence[CodeSample] = ()
+) -> list[SpanEvent]:
+    """Returns events for the longest pauses, each limited to the time of the request, longest first.
+
+    A pause of an event loop has the code that was sampled in it. Other samples are events of their own.
+    """
     limited = [(max(pause.started_at, begin), min(pause.ended_at, end), pause.cause) for pause in pauses]
     longest = sorted(limited, key=lambda pause: pause[0] - pause[1])[: span_attributes.MAX_PAUSES]
-    return [
-        SpanEvent(
-            since + wall_offset,
-            semconv.EVENT_PAUSE,
-            {semconv.PAUSE_CAUSE: cause, semconv.PAUSE_DURATION: (until - since) / 1e9},
-        )
+    in_loop = [sample for sample in samples if sample.reason == semconv.LATE_EVENT_LOOP]
+    built = [
+        _build_pause_event(since, until, cause, wall_offset, _find_sample(in_loop, since, until, cause))
         for since, until, cause in longest
     ]
+    others = [sample for sample in samples if sample.reason != semconv.LATE_EVENT_LOOP]
+    return built + [
+        _build_pause_event(max(sample.since, begin), min(sample.at, end), sample.reason, wall_offset, sample)
+        for sample in others[: span_attributes.MAX_PAUSES]
+    ]
+
+
+def _find_sample(samples: Sequence[CodeSample], since: int, until: int, cause: str) -> CodeSample | None:
+    if cause not in semconv.EVENT_LOOP_CAUSES:
+        return None
+    return next((sample for sample in samples if sample.since < until and sample.at > since), None)
+
+
+def _build_pause_event(
+    since: int, until: int, cause: str, wall_offset: int, sample: CodeSample | None
+) -> SpanEvent:
+    attributes: dict[str, Value] = {semconv.PAUSE_CAUSE: cause, semconv.PAUSE_DURATION: (until - since) / 1e9}
+    if sample is not None:
+        attributes |= {
+            semconv.CODE_FUNCTION: sample.function,
+            semconv.CODE_FILE: sample.file,
+            semconv.CODE_LINE: sample.line,
+        }
+        if sample.waiter:
+            attributes[semconv.CODE_WAITER] = sample.waiter
+    return SpanEvent(since + wall_offset, semconv.EVENT_PAUSE, attributes)
 
 
 def _build_mark_events(record: RequestRecord) -> list[SpanEvent]:

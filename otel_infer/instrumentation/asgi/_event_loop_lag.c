@@ -5,7 +5,7 @@ typedef struct {
     PyObject_HEAD
     PyObject *ring;  /* the compiled ring of the last check by Python code, or None */
     PyObject *loop, *options;  /* options: keyword arguments of `call_later` */
-    long long due_at, offered, interval_ns, max_late_ns;
+    long long due_at, offered, interval_ns, max_late_ns, word;  /* word: of the header, for `due_at`; 0 = none */
 } LagTimer;
 
 #define EACH_OF_TIMER(DO) DO(ring) DO(loop) DO(options)
@@ -31,6 +31,7 @@ static PyObject *call_timer(LagTimer *self, PyObject *arguments, PyObject *named
     (void)arguments, (void)named;
     if (self->loop == NULL || !is_usual(self, now)) return PyObject_CallMethodObjArgs((PyObject *)self, check_slowly, NULL);
     self->due_at = now + self->interval_ns;
+    if (self->word) store_word((RequestRing *)self->ring, (int)self->word, (uint64_t)self->due_at);
     PyObject *later = PyObject_GetAttr(self->loop, call_later);
     PyObject *call = later == NULL ? NULL : Py_BuildValue("(dO)", (double)self->interval_ns / 1e9, (PyObject *)self);
     PyObject *handle = call == NULL ? NULL : PyObject_Call(later, call, self->options);
@@ -42,7 +43,8 @@ static PyObject *call_timer(LagTimer *self, PyObject *arguments, PyObject *named
 static PyMemberDef timer_members[] = {
     FIELD(LagTimer, T_OBJECT, ring), FIELD(LagTimer, T_OBJECT, loop), FIELD(LagTimer, T_OBJECT, options),
     FIELD(LagTimer, T_LONGLONG, due_at), FIELD(LagTimer, T_LONGLONG, offered), FIELD(LagTimer, T_LONGLONG, interval_ns),
-    FIELD(LagTimer, T_LONGLONG, max_late_ns), {NULL, 0, 0, 0, NULL}};
+    FIELD(LagTimer, T_LONGLONG, max_late_ns),
+    FIELD(LagTimer, T_LONGLONG, word), {NULL, 0, 0, 0, NULL}};
 static PyType_Slot timer_slots[] = {{Py_tp_new, PyType_GenericNew}, REFERENCE_SLOTS(LagTimer), {Py_tp_call, call_timer},
                                     {Py_tp_members, timer_members}, {0, NULL}};
 static PyType_Spec timer_spec = {"otel_infer.ringbuffer._native.LagTimer", sizeof(LagTimer), 0,

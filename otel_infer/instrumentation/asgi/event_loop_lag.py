@@ -21,6 +21,7 @@ from otel_infer.instrumentation.asgi.entry_point import AsgiEntryPoint
 from otel_infer.ringbuffer import events, layout
 from otel_infer.ringbuffer.native import native
 from otel_infer.ringbuffer.recorder import recorder
+from otel_infer.ringbuffer.thread_ids import pack_thread
 
 CHECK_INTERVAL_NS = 50_000_000
 CHECK_INTERVAL_S = CHECK_INTERVAL_NS / 1e9
@@ -41,6 +42,7 @@ class PythonTimerState:
     offered: int
     interval_ns: int
     max_late_ns: int
+    word: int
 
     def __call__(self) -> None:
         self.check_lag()
@@ -69,6 +71,7 @@ class _LagTimer(TimerState):
         # An empty context, because the current one would keep the request alive.
         self.options = {"context": contextvars.Context()}
         self.interval_ns, self.max_late_ns = CHECK_INTERVAL_NS, MIN_LAG_NS
+        self.word = _free_words.pop() if _free_words else 0
         self._schedule(_clock.now())
 
     def check_lag(self) -> None:
@@ -85,12 +88,25 @@ class _LagTimer(TimerState):
 
     def _schedule(self, now: int) -> None:
         self.due_at = now + CHECK_INTERVAL_NS
+        if (
+            self.word and recorder.requests is not None
+        ):  # for the sidecar, which looks at it while the loop is late
+            recorder.requests.words[self.word + 1] = pack_thread()
+            recorder.requests.words[self.word] = self.due_at
         self.loop.call_later(CHECK_INTERVAL_S, self, **self.options)
 
     def _stop(self) -> None:
         _thread_timer.timer = None
+        if self.word:
+            if recorder.requests is not None:
+                recorder.requests.words[self.word] = 0
+            _free_words.append(self.word)
         for entry_point in self.entry_points:
             entry_point.is_watched = False
+
+
+_free_words = [layout.W_LOOPS + 2 * loop for loop in range(layout.WATCHED_LOOPS)]
+"""Words of the header that no loop uses. A loop that finds none is not watched by the sidecar."""
 
 
 class _ThreadTimer(threading.local):

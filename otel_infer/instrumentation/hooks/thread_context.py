@@ -20,12 +20,13 @@ class ThreadContext:
     `starts`: it is for a new thread, which may outlive the current request.
     """
 
-    __slots__ = ("_otel_context", "_variables")
+    __slots__ = ("_otel_context", "_request", "_variables")
 
     def __init__(self, request: request_span.RequestSpan | None, *, starts: bool = False) -> None:
         """`request`: the current one."""
         self._otel_context = context.current_context()
         owner = request_span.thread_owner.get()
+        self._request = request if starts else None
         if starts and request is not None:
             owner = request, self._otel_context.get(context.SPAN_KEY)
         # Written out, because a comprehension is a frame in Python 3.11.
@@ -47,6 +48,8 @@ class ThreadContext:
         for variable, value in self._variables:
             tokens.append(variable.set(value))
         try:
+            if self._request is not None:
+                return self._request.call_in_thread(fn, *args, **kwargs)
             return fn(*args, **kwargs)
         finally:
             while tokens:

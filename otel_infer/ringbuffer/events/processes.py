@@ -186,6 +186,30 @@ class CpuSeen(NamedTuple):
     other_threads_ns: int
 
 
+STALLED_STEP, STALLED_REQUEST, STALLED_PROCESS = semconv.LATE_STEP, semconv.LATE_REQUEST, semconv.LATE_PROCESS
+"""What is late, besides an event loop (`PAUSE_EVENT_LOOP`)."""
+
+
+class CodeLocated(NamedTuple):
+    """The code that a late thread was in at `at`, added by the sidecar. The handle is that of the late request, if any.
+
+    `reason`: what is late since `since`: `event_loop`, `step`, `request` or `process`. `function`, `file`, `line`: "" and
+    0 = unknown. `callee`: "FUNCTION FILE:LINE" of a library's code that the function had called; "" = none. `waiter`:
+    likewise, of the late thread, if the function is another thread's, which holds the lock that it waits for. `stacks`:
+    of all threads, of a process that hangs.
+    """
+
+    at: int
+    since: int
+    reason: str
+    function: str
+    file: str
+    line: int
+    callee: str
+    waiter: str
+    stacks: str
+
+
 class ProcessDied(NamedTuple):
     """Death of a writer, added by the reader; its requests in flight died with it."""
 
@@ -215,6 +239,6 @@ class LiveRecovered(NamedTuple):
 
 PROCESS_EVENTS = (
     HooksReported, PauseSeen, MarkSeen, ProcessStarted, ModuleImported, PhaseBegan, PhaseEnded, ProcessLeft,
-    EventsLost, ProcessSeen, EngineSeen, ThreadSeen, ThreadRan, CpuSeen, ProcessDied, LiveListed, LiveRecovered,
+    EventsLost, ProcessSeen, EngineSeen, ThreadSeen, ThreadRan, CpuSeen, CodeLocated, ProcessDied, LiveListed, LiveRecovered,
 )  # fmt: skip
 """The types that this module defines."""

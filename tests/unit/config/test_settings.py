@@ -22,6 +22,7 @@ BAD = {
     "OTEL_INFER_DUMP_PORT": ("localhost:", "a port, or ADDRESS:PORT"),
     "OTEL_INFER_DEVICE_TIMING": ("on", "one of auto, off"),
     "OTEL_INFER_NATIVE": ("maybe", "on or off"),
+    "OTEL_INFER_STACKS": ("maybe", "on or off"),
     "OTEL_INFER_GPU_METRICS": ("all", "on or off"),
     "OTEL_INFER_STEP_BUDGET": ("-1", "a whole number, 0 or more"),
     "OTEL_INFER_BUDGET": ("much", "like cpu=25%,memory=256MiB"),

@@ -123,7 +123,7 @@ def test_events_of_two_processes_are_merged_by_time(folder: Path) -> None:
             50,
             60,
         ]
-        assert rings.count_writers() == 2
+        assert len(rings.processes) == 2
         rings.close(remove=False)
 
 
@@ -176,7 +176,7 @@ def test_a_step_ring_waits_for_its_request_ring(folder: Path) -> None:
     with Process(folder, lambda arena: StepWriter(arena, "1-a-1", "toy")):
         rings = MergedReader()
         rings.discover_rings(folder, 1)
-        assert rings.count_writers() == 0
+        assert len(rings.processes) == 0
         with Process(folder, writing("1-a", 10)):
             rings.discover_rings(folder, 2)
             assert len(events_of_type(rings.poll(3, final=True), events.EngineSeen)) == 1
@@ -192,12 +192,12 @@ def test_invalid_files_are_skipped_and_unfinished_rings_awaited(folder: Path) ->
     rings = MergedReader()
     rings.discover_rings(folder, 1)
     rings.discover_rings(folder, 2)
-    assert rings.count_writers() == 0
+    assert len(rings.processes) == 0
     assert not rings.has_seen_rings
     (folder / "2-b.requests").unlink()
     with Process(folder, writing("2-b", 10)):
         rings.discover_rings(folder, 3)
-        assert rings.count_writers() == 1
+        assert len(rings.processes) == 1
         rings.close(remove=False)
 
 
@@ -214,9 +214,9 @@ def test_a_ring_that_cannot_be_opened_is_retried(
         full.setattr(os if call == "open" else mmap, call, fail)
         rings.discover_rings(folder, 1)
         full.undo()
-        assert rings.count_writers() == 0 and rings.rejected == []
+        assert len(rings.processes) == 0 and rings.rejected == []
         rings.discover_rings(folder, 2)
-        assert rings.count_writers() == 1
+        assert len(rings.processes) == 1
         rings.close(remove=False)
 
 
@@ -228,7 +228,7 @@ def test_a_ring_of_another_boot_is_rejected(folder: Path, monkeypatch: pytest.Mo
         (rejection,) = rings.rejected
         assert rejection.startswith("1-a.requests: ")
         assert "another boot" in rejection
-        assert rings.count_writers() == 0
+        assert len(rings.processes) == 0
 
 
 def test_a_missing_folder_has_no_events(folder: Path) -> None:
@@ -260,8 +260,8 @@ def test_process_death_ends_its_requests_and_removes_rings(folder: Path) -> None
         records = assembler.drain_records(SECOND + GRACE_NS + LIVENESS_NS)
         errors = {int.from_bytes(record.trace_id, "big"): record.error_type for record in records}
         assert errors == {10: "", 20: "process_died"}
-        assert sorted(path.name for path in folder.iterdir()) == ["2-b.requests"]
-        assert rings.count_writers() == 1
+        assert sorted(path.name for path in folder.iterdir()) == ["2-b.requests", "2-b.stacks"]
+        assert len(rings.processes) == 1
         rings.close(remove=False)
 
 
@@ -345,7 +345,7 @@ def test_steps_before_a_process_death_are_read(folder: Path) -> None:
             os._exit(1)
     while not folder.joinpath("1-a.requests").exists():
         time.sleep(0.001)
-    while not rings.count_writers():
+    while not rings.processes:
         rings.discover_rings(folder, 1)
     rings.poll(1)
     folder.joinpath("seen").touch()
@@ -463,7 +463,7 @@ def test_unrecorded_requests_stay_counted_after_process_death(folder: Path) -> N
         rings.discover_rings(folder, 1)
         assert rings.read_counts()["unrecorded"] == 3
     rings.poll(SECOND)
-    assert (rings.count_writers(), rings.read_counts()["unrecorded"]) == (0, 3)
+    assert (len(rings.processes), rings.read_counts()["unrecorded"]) == (0, 3)
 
 
 def test_errors_stay_counted_after_process_death(folder: Path) -> None:
@@ -478,7 +478,7 @@ def test_errors_stay_counted_after_process_death(folder: Path) -> None:
         rings.poll(1)
         assert rings.read_counts()["errors"] == 3
     rings.poll(SECOND)
-    assert rings.count_writers() == 0
+    assert len(rings.processes) == 0
     assert rings.read_counts()["errors"] == 3
 
 

@@ -1,0 +1,125 @@
+"""Names the code in which the time of a cause passes, from samples of late threads. Pure.
+
+A sample of an event loop stands for the pause that it was taken in, any other sample for the time since which its thread
+was late; only the requests with most of the cause count, and the period in which the cause can occur. The share is that of
+the sampled time.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from pathlib import PurePosixPath
+from typing import NamedTuple
+
+from otel_infer import semconv
+from otel_infer.analysis.diagnosis.slow_requests import SLOW_SHARE, sum_cause_time
+from otel_infer.assembly.records.process import CodeSample
+from otel_infer.assembly.records.request import RequestRecord
+from otel_infer.semconv import causes
+from otel_infer.semconv.causes import Cause
+
+MIN_SHARE = 0.2
+"""Share of the sampled time from which a place is named."""
+MAX_PLACES = 2
+_TIME_OF = {semconv.CAUSE_LOCK_QUEUE: (semconv.CAUSE_LOCK_QUEUE, semconv.CAUSE_APPLICATION)}
+"""A lock that is written in C cannot be hooked: the time until it is had is the application's."""
+
+
+class CodePlace(NamedTuple):
+    """A function in which threads were late. `share`: of the sampled time; `samples`: how many found it.
+
+    `line`: the one that was sampled most. `callee` and `waiter` are those of the longest sample.
+    """
+
+    function: str
+    file: str
+    line: int
+    share: float
+    samples: int
+    callee: str
+    waiter: str
+
+
+def find_code_places(records: Sequence[RequestRecord], cause: str) -> list[CodePlace]:
+    """Returns the functions in which the time of a cause passed, in the requests that have most of it."""
+    row = causes.CAUSES.get(cause)
+    if row is None or not row.sampled:
+        return []
+    count = max(round(len(records) * SLOW_SHARE), 3)
+    most = sorted(records, key=lambda record: -sum_cause_time(record, *_TIME_OF.get(cause, (cause,))))[:count]
+    weights = _weigh_samples(most, row)
+    by_function: dict[tuple[str, str], list[tuple[int, CodeSample]]] = defaultdict(list)
+    for sample, weight in weights.items():
+        by_function[sample.file, sample.function].append((weight, sample))
+    whole = sum(weights.values()) or 1
+    places = [_make_place(found, whole) for found in by_function.values()]
+    places.sort(key=lambda place: (-place.share, place.file, place.line))
+    return [place for place in places if place.share >= MIN_SHARE][:MAX_PLACES]
+
+
+def describe_code(records: Sequence[RequestRecord], cause: str) -> list[str]:
+    """Returns a sentence for each place of a cause."""
+    return [
+        f"{place.share:.0%} of {cause} is {describe_place(place)} ({place.samples} {'sample' if place.samples == 1 else 'samples'})"
+        for place in find_code_places(records, cause)
+    ]
+
+
+def describe_place(place: CodePlace | CodeSample) -> str:
+    """Returns a place as text, with the code that it called or that waits for it."""
+    text = f"`{place.function}` at {PurePosixPath(place.file).name}:{place.line}"
+    if place.callee:
+        text += f", in {_shorten(place.callee)}"
+    if place.waiter:
+        text += f", which {_shorten(place.waiter)} waits for"
+    return text
+
+
+def _weigh_samples(records: Iterable[RequestRecord], cause: Cause) -> dict[CodeSample, int]:
+    """Returns the time that each sample stands for, ns. Several requests may have the same sample."""
+    weights: dict[CodeSample, int] = defaultdict(int)
+    for record in records:
+        begin, end = _find_period(record, cause.group)
+        for sample in record.code_samples:
+            since, until = _measure_delay(record, sample)
+            length = min(until, end) - max(since, begin)
+            if sample.reason in cause.sampled and length > 0:
+                weights[sample] = max(weights[sample], length)
+    return weights
+
+
+def _find_period(record: RequestRecord, group: str) -> tuple[int, int]:
+    """Returns the period of a request in which causes of this group occur."""
+    begin, end = record.arrived_at, record.ended_at
+    if group == causes.GROUP_POST_ENGINE:
+        return record.last_token_at or begin, end
+    if group in (causes.GROUP_PRE_ENGINE, causes.GROUP_QUEUE):
+        return begin, record.first_token_at or end
+    return begin, end
+
+
+def _measure_delay(record: RequestRecord, sample: CodeSample) -> tuple[int, int]:
+    """Returns from when until when the thread was late: of an event loop, the whole pause."""
+    if sample.reason == semconv.LATE_EVENT_LOOP:
+        for pause in record.loop_pauses:
+            if pause.started_at <= sample.at and pause.ended_at >= sample.since:
+                return pause.started_at, pause.ended_at
+    return sample.since, sample.at
+
+
+def _make_place(found: list[tuple[int, CodeSample]], whole: int) -> CodePlace:
+    lines: dict[int, int] = defaultdict(int)
+    for weight, sample in found:
+        lines[sample.line] += weight
+    _, longest = max(found)
+    return CodePlace(
+        longest.function, longest.file, max(lines, key=lambda line: lines[line]),
+        sum(weight for weight, _ in found) / whole, len(found), longest.callee, longest.waiter,
+    )  # fmt: skip
+
+
+def _shorten(described: str) -> str:
+    """Returns a described frame with the last parts of its path."""
+    function, _, place = described.partition(" ")
+    return f"`{function}` ({'/'.join(PurePosixPath(place).parts[-2:])})"

@@ -1,0 +1,126 @@
+"""Lets the sidecar have the stacks of this process written, by a signal to code that needs no interpreter lock.
+
+    the sidecar sends the signal ─▶ faulthandler's handler (C) ─▶ NAME.stacks: file, line and function of every frame
+
+The handler also runs while a thread holds the interpreter lock in C code, or while all threads are blocked. It never
+writes values. Nothing is written without a signal, and signals are sent only while something is late
+(`sidecar.probes.stalls`).
+
+The signal is a real-time signal that this process neither handles, ignores nor blocks. If the program takes the signal
+later, another one is chosen. A header word of the ring tells the sidecar which one is in use. Before faulthandler
+handles the signal it is ignored, so that a signal that arrives as the handler is removed does nothing.
+"""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import logging
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+from otel_infer.config import private_files
+from otel_infer.ringbuffer import layout
+from otel_infer.ringbuffer.arena import Arena, FileArena
+from otel_infer.ringbuffer.native import native
+
+log = logging.getLogger("otel_infer")
+
+_MARGIN = 8
+"""Signals at both ends of the range are left to programs, which count from there."""
+_STATUS_MASKS = ("SigBlk:", "SigIgn:", "SigCgt:")
+
+
+class StackSignal:
+    """The signal of this process. `words`: the header of its request ring."""
+
+    def __init__(self) -> None:
+        self.is_enabled = True
+        self._number = 0
+        self._file = -1
+        self._words: Any = None
+        self._lock = threading.Lock()
+
+    def start(self, arena: Arena, name: str, words: Any) -> None:
+        """Registers the handler of this process, whose rings have this name; it takes the place of the last one.
+
+        Does nothing where signals cannot be used: the header word stays 0.
+        """
+        if not self.is_enabled or not isinstance(arena, FileArena) or not hasattr(faulthandler, "register"):
+            return
+        try:
+            with self._lock:
+                self.stop()
+                self._open_file(arena.directory / (name + layout.SUFFIX_STACKS))
+                self._register(words, _find_free_signal())
+        except (OSError, RuntimeError, ValueError) as error:
+            log.debug("no stacks of this process: %s", error)
+
+    def stop(self) -> None:
+        """Removes the handler."""
+        number, file, self._number, self._file = self._number, self._file, 0, -1
+        if self._words is not None:
+            self._words[layout.W_STACK_SIGNAL] = 0
+            self._words = None
+        if number:
+            faulthandler.unregister(number)
+        if file >= 0:
+            os.close(file)
+
+    def reset_after_fork(self) -> None:
+        """Forgets the rings of the parent process. Its handler stays, and nobody signals this process yet."""
+        self._words, self._lock = None, threading.Lock()
+
+    def yield_signal(self, number: int) -> None:
+        """Takes another signal if this one is ours, because the program is about to use it."""
+        if not self._number or number != self._number or self._words is None:
+            return
+        words, self._number = self._words, 0
+        words[layout.W_STACK_SIGNAL] = 0
+        faulthandler.unregister(number)
+        other = _find_free_signal(number)
+        if other:
+            self._register(words, other)
+
+    def _open_file(self, path: Path) -> None:
+        self._file = private_files.open_beside_rings(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+    def _register(self, words: Any, number: int) -> None:
+        if not number or not _ignore_signal(number):
+            return
+        faulthandler.register(number, file=self._file, all_threads=True, chain=False)
+        self._number, self._words = number, words
+        words[layout.W_STACK_FILE] = self._file
+        words[layout.W_STACK_SIGNAL] = number
+
+
+def _find_free_signal(excluded: int = 0) -> int:
+    """Returns a real-time signal that this process does not use; 0 = there is none. Raises `OSError` without /proc."""
+    used = 0
+    for line in Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines():
+        if line.startswith(_STATUS_MASKS):
+            used |= int(line.split()[1], 16)
+    for number in range(signal.SIGRTMAX - _MARGIN, signal.SIGRTMIN + _MARGIN, -1):
+        if number != excluded and not used >> (number - 1) & 1:
+            return number
+    return 0
+
+
+def _ignore_signal(number: int) -> bool:
+    """Ignores a signal; returns False where that is impossible: without compiled code, only the main thread can."""
+    if native is not None:
+        native.ignore_signal(number)
+        return True
+    if threading.current_thread() is not threading.main_thread():
+        return False
+    signal.signal(number, signal.SIG_IGN)
+    return True
+
+
+stack_signal = StackSignal()
+"""The signal of this process."""
+atexit.register(stack_signal.stop)
+os.register_at_fork(after_in_child=stack_signal.reset_after_fork)

@@ -1,0 +1,186 @@
+"""Samples the code that late threads are in, and never more often than the limits allow.
+
+Between two wake-ups of the sidecar it looks every 100 ms whether something is late. Then it signals the process, and
+reads the stacks at the next look. A long stall is sampled again after one, two, four … seconds.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+from otel_infer import _clock
+from otel_infer.ringbuffer import events, thread_ids
+from otel_infer.ringbuffer.process_rings import ProcessRings
+from otel_infer.sidecar.probes.stalls.blocking_code import BlockingCode, find_blocking_code
+from otel_infer.sidecar.probes.stalls.conditions import ProcessConditions, Stall
+from otel_infer.sidecar.probes.stalls.stack_dump import StackDump
+from otel_infer.sidecar.probes.stalls.stack_text import Frame, parse_stacks
+
+log = logging.getLogger(__name__)
+
+LOOK_INTERVAL_NS = 100_000_000
+SIGNAL_INTERVAL_NS, MAX_SIGNALS = 1_000_000_000, 5
+"""At most so many signals at once, and one more per interval, for all processes together."""
+AGAIN_NS = 1_000_000_000
+"""Time after which the same stall is sampled again; it doubles each time."""
+MAX_TEXT = 32 << 10
+"""Characters of the stacks of a process that hangs."""
+
+
+class _Sampled(NamedTuple):
+    """A stall that was sampled, and when it is sampled again."""
+
+    stall: Stall
+    again_at: int
+    wait_ns: int
+
+
+class _Watched:
+    """One process: what is late in it, its stacks, and the stalls whose stacks were requested."""
+
+    def __init__(self, process: ProcessRings) -> None:
+        self.conditions, self.dump = ProcessConditions(process), StackDump(process)
+        self.pending: list[tuple[Stall, bool]] = []
+        self.requested_at = 0
+        self.sampled: dict[tuple[str, int, int], _Sampled] = {}
+
+    def select_due(self, stalls: Iterable[Stall], now: int) -> list[Stall]:
+        """Returns the stalls that are new, or due again."""
+        current = {(stall.reason, stall.thread, stall.since): stall for stall in stalls}
+        self.sampled = {key: sampled for key, sampled in self.sampled.items() if key in current}
+        return [
+            stall
+            for key, stall in current.items()
+            if key not in self.sampled or self.sampled[key].again_at <= now
+        ]
+
+    def mark_sampled(self, stall: Stall, now: int) -> None:
+        """Records that a stall was sampled."""
+        key = stall.reason, stall.thread, stall.since
+        wait = self.sampled[key].wait_ns * 2 if key in self.sampled else AGAIN_NS
+        self.sampled[key] = _Sampled(stall, now + wait, wait)
+
+
+class StallSampler:
+    """The stalls of all processes of a server.
+
+    `list_processes`: their rings. `add_event`: gets what was found. `on_hang`: called when a process hangs.
+    """
+
+    def __init__(
+        self,
+        list_processes: Callable[[], Iterable[ProcessRings]],
+        add_event: Callable[[events.RecordedEvent], None],
+        on_hang: Callable[[int], None] = lambda now: None,
+        is_enabled: bool = True,
+    ) -> None:
+        self._list_processes, self._add_event, self._on_hang = list_processes, add_event, on_hang
+        self._is_enabled = is_enabled
+        self._watched: dict[int, _Watched] = {}
+        self._signals, self._refilled_at = float(MAX_SIGNALS), 0
+        self.hung: set[int] = set()
+        """Rings of the processes that hang."""
+
+    def sleep(self, duration_ns: int) -> None:
+        """Sleeps, and looks at the processes meanwhile."""
+        until = _clock.now() + duration_ns
+        while (rest := until - _clock.now()) > 0:
+            time.sleep(min(rest, LOOK_INTERVAL_NS) / 1e9)
+            if self._is_enabled:
+                self.look(_clock.now())
+
+    def look(self, now: int) -> None:
+        """Looks at all processes once. An error ends the sampling, not the sidecar."""
+        try:
+            processes = {process.ring: process for process in self._list_processes()}
+            for ring in [ring for ring in self._watched if ring not in processes]:
+                self._watched.pop(ring).dump.close()
+                self.hung.discard(ring)
+            for ring, process in processes.items():
+                if process.stacks_path is not None:
+                    self._look_at(self._watched.setdefault(ring, _Watched(process)), ring, now)
+        except Exception:
+            self._is_enabled = False
+            log.exception("stacks of late threads are no longer recorded")
+
+    def close(self) -> None:
+        """Closes all files."""
+        for watched in self._watched.values():
+            watched.dump.close()
+        self._watched.clear()
+
+    def _look_at(self, watched: _Watched, ring: int, now: int) -> None:
+        if watched.pending:
+            self._read_stacks(watched, ring)
+        stalls = watched.conditions.find_stalls(now)
+        hang = watched.conditions.find_hang(now)
+        if hang is None:
+            self.hung.discard(ring)
+        elif ring not in self.hung:
+            self.hung.add(ring)
+            self._on_hang(now)
+        due = watched.select_due([*stalls, *([hang] if hang is not None else ())], now)
+        if not due or not self._may_signal(now):
+            return
+        if watched.dump.request():
+            self._signals -= 1
+            watched.requested_at = now
+            watched.pending = [
+                (stall, watched.dump.waits_for_futex(thread_ids.kernel_id(stall.thread))) for stall in due
+            ]
+        for stall in due:
+            watched.mark_sampled(stall, now)
+
+    def _may_signal(self, now: int) -> bool:
+        refill = (now - self._refilled_at) / SIGNAL_INTERVAL_NS
+        self._signals, self._refilled_at = min(self._signals + refill, MAX_SIGNALS), now
+        return self._signals >= 1
+
+    def _read_stacks(self, watched: _Watched, ring: int) -> None:
+        """Turns the stacks of the last signal into events, one for each function that was found."""
+        pending, watched.pending = watched.pending, []
+        text = watched.dump.read()
+        stacks = parse_stacks(text)
+        if not stacks:
+            return
+        for stall, waits_for_futex in pending:
+            is_hang = stall.reason == events.STALLED_PROCESS
+            code = find_blocking_code(stacks, stall.thread, stall.reason, waits_for_futex)
+            if code is not None or is_hang:
+                located = _make_event(
+                    stall, code, watched.requested_at, _format_stacks(text) if is_hang else ""
+                )
+                self._add_event(events.RecordedEvent(ring, stall.handle, located))
+
+
+def _make_event(stall: Stall, code: BlockingCode | None, at: int, stacks: str) -> events.CodeLocated:
+    if code is None:
+        return events.CodeLocated(at, stall.since, stall.reason, "", "", 0, "", "", stacks)
+    frame, callee = code.place
+    return events.CodeLocated(
+        at,
+        stall.since,
+        stall.reason,
+        frame.function,
+        frame.file,
+        frame.line,
+        describe_frame(callee),
+        describe_frame(code.waiter),
+        stacks,
+    )
+
+
+def describe_frame(frame: Frame | None) -> str:
+    """Returns a frame as text; "" for none."""
+    return f"{frame.function} {frame.file}:{frame.line}" if frame is not None else ""
+
+
+def _format_stacks(text: str) -> str:
+    """Returns the stacks of all threads, checked frame by frame."""
+    lines: list[str] = []
+    for number, stack in enumerate(parse_stacks(text), 1):
+        lines += [f"thread {number}", *(f"  {describe_frame(frame)}" for frame in stack.frames)]
+    return "\n".join(lines)[:MAX_TEXT]
