@@ -43,8 +43,7 @@ _NEVER = 1 << 63
 class Assembler:
     """Assembles events from `feed_events`; the `drain_…` methods return what is finished.
 
-    `requests_seen`: requests opened here, without those that an earlier reader has concluded. `finds_shapes`:
-    `drain_ready` returns ordinary requests as `ShapedRequest`."""
+    `requests_seen`: opened here, not by an earlier reader. `finds_shapes`: ordinary ones are returned as `ShapedRequest`."""
 
     def __init__(self) -> None:
         self.open_requests: dict[Key, OpenRequest] = {}
@@ -86,6 +85,7 @@ class Assembler:
             events.ThreadRan: self.workers.add_thread_run,
             events.CpuSeen: self.processes.add_cpu_usage,
             events.CodeLocated: self.pauses.add_code_sample,
+            events.HangSeen: self.processes.set_hang,
             events.ProcessDied: self._remove_process,
             **dict.fromkeys(startup.STARTUP_EVENTS, self._startups.apply_event),
             events.ProcessLeft: self._leave_process,

@@ -31,6 +31,8 @@ class Pauses:
         self._pauses: dict[int, dict[str, deque[Pause]]] = {}
         self._marks: dict[int, deque[Mark]] = {}
         self._code_samples: dict[int, deque[tuple[int, CodeSample]]] = {}
+        self.stacks: dict[int, events.CodeLocated] = {}
+        """The stacks of all threads, by the ring of a process that hangs; the latest."""
         self._new: list[Pause] = []
         self._new_marks: list[Mark] = []
         self._pids: dict[int, int] = {}
@@ -64,6 +66,8 @@ class Pauses:
 
     def add_code_sample(self, ring: int, handle: int, event: events.CodeLocated) -> None:
         """Adds the code of a late thread. `handle`: the only request that it concerns; 0 = all in the process."""
+        if event.stacks:
+            self.stacks[ring] = event
         if event.function:
             sample = CodeSample(*event[:-1])  # the stacks stay on the tape
             self._code_samples.setdefault(ring, deque(maxlen=MAX_REMEMBERED)).append((handle, sample))
@@ -92,6 +96,7 @@ class Pauses:
         self._pauses.pop(ring, None)
         self._marks.pop(ring, None)
         self._code_samples.pop(ring, None)
+        self.stacks.pop(ring, None)
         self._pids.pop(ring, None)
         self._parent_pids.pop(ring, None)
 

@@ -23,6 +23,8 @@ class ProcessState:
         self._waiting: dict[tuple[int, str], int] = {}
         self._untraced: list[events.HttpServed] = []
         self.cpu_usage: deque[events.CpuSeen] = deque(maxlen=MAX_CPU_READINGS)
+        self.hang: events.HangSeen | None = None
+        """Since when the server hangs; None while it does not."""
         self._has_left: dict[int, bool] = {}
         self._last_left = False
         self.stop_requested = False
@@ -65,6 +67,10 @@ class ProcessState:
     def add_cpu_usage(self, ring: int, handle: int, event: events.CpuSeen) -> None:
         """Adds a reading of who uses the CPUs."""
         self.cpu_usage.append(event)
+
+    def set_hang(self, ring: int, handle: int, event: events.HangSeen) -> None:
+        """Sets whether the server hangs."""
+        self.hang = event if event.requests else None
 
     def add_untraced(self, event: events.HttpServed) -> None:
         """Adds an HTTP request that has no span."""

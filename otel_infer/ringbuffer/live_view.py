@@ -7,14 +7,16 @@ each cell that was written since the last look. A cell that is torn is read agai
 from __future__ import annotations
 
 import mmap
+from collections.abc import Collection
 from typing import NamedTuple
 
 import numpy as np
 
 from otel_infer.ringbuffer import events, layout
 
-_SUBMITTED, _FINISHED = (
-    events.LAYOUT_BY_EVENT[event].code for event in (events.RequestSubmitted, events.EngineFinished)
+_SUBMITTED, _FINISHED, *_ENDED = (
+    events.LAYOUT_BY_EVENT[event].code
+    for event in (events.RequestSubmitted, events.EngineFinished, events.RequestEnded, events.ExchangeEnded)
 )
 _SLOT_WORDS = layout.LIVE_BYTES // 8
 _THREAD_WORD = layout.LIVE_THREAD_AT // 8
@@ -36,7 +38,7 @@ class LiveView:
     def __init__(self, memory: mmap.mmap, cells: int, slots: int, live_table: int) -> None:
         self._heads = np.frombuffer(memory, np.uint64, cells * 8, layout.PAGE).reshape(cells, 8)[:, :2]
         table = np.frombuffer(memory, np.uint64, slots * _SLOT_WORDS, live_table).reshape(slots, _SLOT_WORDS)
-        self._handles, self._threads = table[:, 0], table[:, _THREAD_WORD]
+        self._handles, self._arrivals, self._threads = table[:, 0], table[:, 1], table[:, _THREAD_WORD]
         self._cells = cells
         self._offsets = np.arange(min(_WINDOW, cells))
         self.newest = 0
@@ -45,6 +47,8 @@ class LiveView:
         """Handles of the requests that were submitted to an engine, and have not left it."""
         self.left_engine: set[int] = set()
         """Handles of those that left it since the last look."""
+        self.ended = 0
+        """Requests that ended since the last look."""
 
     def read_threads(self, now: int) -> dict[int, LiveThread]:
         """Returns the requests for which a thread works, by handle. `now`: the instant of this look."""
@@ -56,13 +60,15 @@ class LiveView:
             if handle and thread
         }
 
-    def has_requests(self) -> bool:
-        """Returns whether a request is in flight."""
-        return bool(self._handles.any())
+    def list_arrivals(self, threads: Collection[int]) -> list[int]:
+        """Returns when those requests arrived that are in an engine, or that a thread works for (monotonic ns)."""
+        rows = np.flatnonzero(self._handles)
+        handles, arrivals = (self._handles[rows] & 0xFFFFFFFF).tolist(), self._arrivals[rows].tolist()
+        return [at for handle, at in zip(handles, arrivals) if handle in self.in_engine or handle in threads]
 
     def look_at_cells(self, since: int) -> None:
         """Follows the cells that were written since the last look. `since`: older ones were read as events."""
-        self.left_engine = set()
+        self.left_engine, self.ended = set(), 0
         if since > self.newest + self._cells // 2:
             self.newest = since
         while True:
@@ -81,8 +87,6 @@ class LiveView:
         elif code == _FINISHED and handle in self.in_engine:
             self.in_engine.discard(handle)
             self.left_engine.add(handle)
-
-    def forget_ended(self, live: dict[int, LiveThread]) -> None:
-        """Forgets the requests in an engine that no thread works for, once there are many."""
-        if len(self.in_engine) > layout.SLOT_MASK:
-            self.in_engine &= live.keys()
+        elif code in _ENDED:
+            self.ended += 1
+            self.in_engine.discard(handle)

@@ -167,6 +167,12 @@ REQUEST_ACTIVE = Metric(
     "running.",
     (REQUEST_STATE,),
 )
+REQUEST_HUNG = Metric(
+    "infer.request.hung",
+    GAUGE,
+    "{request}",
+    "Requests in flight of a server that hangs: no step of an engine has ended for 60 s. 0 while it does not.",
+)
 ENGINE_WAITING = Metric(
     "infer.engine.waiting",
     UP_DOWN_COUNTER,
@@ -336,12 +342,7 @@ KV_PREFIX_HITS = Metric(
     "Prompt tokens of finished requests that were in the prefix cache.",
     _REQUEST,
 )
-KV_EVICTIONS = Metric(
-    "infer.kv_cache.evictions",
-    COUNTER,
-    "{block}",
-    "Blocks that the prefix cache evicted.",
-)
+KV_EVICTIONS = Metric("infer.kv_cache.evictions", COUNTER, "{block}", "Blocks that the prefix cache evicted.")
 KV_UTILIZATION = Metric("infer.kv_cache.utilization", GAUGE, "1", "KV-cache usage / limit, 0 to 1.", _ENGINE)
 ENGINE_KV_METRICS = (KV_USAGE, KV_LIMIT, KV_BLOCK_SIZE, KV_HEADROOM, KV_UTILIZATION)
 """Metrics that an engine reports with its steps. The series of an engine that is gone are removed."""

@@ -170,7 +170,10 @@ class Sidecar:
         self._throttling_probe, self._thread_probe = CpuThrottlingProbe(), EngineThreadProbe()
         self._cpu_probe, self._malloc_trimmer = CpuUsageProbe(), MallocTrimmer()
         self._stalls = StallSampler(
-            lambda: self._rings.processes, self._rings.add_event, is_enabled=settings.stacks
+            lambda: self._rings.processes,
+            self._rings.add_event,
+            self._flight_recorder.record_hang,
+            settings.stacks,
         )
         self._flushes = FlushRequests(self._rings, self._pipeline)
         self._refusals = RefusalReporter(self._pipeline.delivery.describe_refusals, self._report_lines)

@@ -97,6 +97,7 @@ class ExplainInput(NamedTuple):
     running_since: list[int]
     cpu_usage: Sequence[CpuSeen] = ()
     abandoned_share: float = 0.0
+    hang: Sequence[str] = ()
 
 
 def _read_input(arguments: argparse.Namespace) -> ExplainInput:
@@ -130,6 +131,7 @@ def _read_inferences(path: Path, request_id: str | None = None, folder: Path | N
     `folder`: the folder of the rings if the tape is a dump of a running server.
     """
     from otel_infer.assembly.assembler import Assembler
+    from otel_infer.cli.explain.hang import describe_hang
     from otel_infer.cli.replay import (
         find_running_since,
         measure_abandoned_share,
@@ -150,6 +152,7 @@ def _read_inferences(path: Path, request_id: str | None = None, folder: Path | N
         running_since,
         assembler.processes.cpu_usage,
         measure_abandoned_share(assembler),
+        describe_hang(assembler),
     )
 
 
@@ -171,7 +174,7 @@ def _explain_all(data: ExplainInput, worst: int, as_json: bool, latency: ClientL
 
     out = terminal.make_console()
     out.print(data.source.to_sentence(), markup=False)
-    out.print()
+    out.print(*data.hang, sep="\n", markup=False)
     out.print(terminal.make_latency_table(records))
     out.print()
     _print_findings(out, diagnosis)
@@ -201,6 +204,7 @@ def _explanation_to_dict(
     ]
     return {
         "source": data.source.to_dict(),
+        "hang": [*data.hang],
         **diagnosis._asdict(),
         "findings": findings,
         "tenants": summarise_tenants(data.records),

@@ -27,7 +27,7 @@ def set_self_usage(set_value: SetValue) -> None:
     set_value(semconv.SELF_MEMORY, {}, read_resident_bytes())
 
 
-PROCESS_METRICS = (semconv.ENGINE_WAITING, semconv.SELF_HOOKS, semconv.SERVER_STOPPED)
+PROCESS_METRICS = (semconv.ENGINE_WAITING, semconv.SELF_HOOKS, semconv.SERVER_STOPPED, semconv.REQUEST_HUNG)
 
 
 def set_process_metrics(processes: ProcessState, set_value: SetValue) -> None:
@@ -36,6 +36,7 @@ def set_process_metrics(processes: ProcessState, set_value: SetValue) -> None:
     The first two are sums over all processes.
     """
     set_value(semconv.SERVER_STOPPED, {}, int(processes.is_server_stopped()))
+    set_value(semconv.REQUEST_HUNG, {}, processes.hang.requests if processes.hang is not None else 0)
     for reason, count in processes.count_waiting().items():
         set_value(semconv.ENGINE_WAITING, {semconv.WAIT_REASON: reason}, count)
     hooks: Counter[tuple[str, str]] = Counter()

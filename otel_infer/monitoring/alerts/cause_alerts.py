@@ -195,6 +195,17 @@ CAUSE_ALERTS: Sequence[CauseAlert] = (
         "self-monitoring",
     ),
     CauseAlert(
+        "ServerHangs",
+        PAGE,
+        f"{OVER_5M.aggregate_gauge(semconv.REQUEST_HUNG, by=BY_INSTANCE, aggregation='max')} > 0",
+        "0s",
+        "{{ $value }} requests are in flight on {{ $labels.job }} {{ $labels.instance }}, and no engine step ended for 60 s",
+        "The server hangs. Its sidecar has written the stacks of all threads to a tape.",
+        "nothing happens",
+        "Run `otel-infer explain` on the server, or on the tape whose name contains `-hang-`: it lists the stacks.",
+        "overview",
+    ),
+    CauseAlert(
         "NoTraffic",
         TICKET,
         build_no_traffic(),

@@ -210,6 +210,14 @@ class CodeLocated(NamedTuple):
     stacks: str
 
 
+class HangSeen(NamedTuple):
+    """Server that hangs since `since`, with so many requests in flight, added by the sidecar; 0 = it goes on."""
+
+    at: int
+    since: int
+    requests: int
+
+
 class ProcessDied(NamedTuple):
     """Death of a writer, added by the reader; its requests in flight died with it."""
 
@@ -239,6 +247,6 @@ class LiveRecovered(NamedTuple):
 
 PROCESS_EVENTS = (
     HooksReported, PauseSeen, MarkSeen, ProcessStarted, ModuleImported, PhaseBegan, PhaseEnded, ProcessLeft,
-    EventsLost, ProcessSeen, EngineSeen, ThreadSeen, ThreadRan, CpuSeen, CodeLocated, ProcessDied, LiveListed, LiveRecovered,
+    EventsLost, ProcessSeen, EngineSeen, ThreadSeen, ThreadRan, CpuSeen, CodeLocated, HangSeen, ProcessDied, LiveListed, LiveRecovered,
 )  # fmt: skip
 """The types that this module defines."""

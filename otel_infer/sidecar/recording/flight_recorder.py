@@ -1,8 +1,8 @@
 """Writes the window of the flight recorder as a tape.
 
 Tapes are written one at a time, on a separate thread, because rings fill meanwhile. A tape is requested in
-one of four ways: a command through the rings' folder (`dump_request`), a signal, an HTTP request (`webhook`),
-or missed objectives. Tapes that no command waits for go into a folder that keeps the newest ones.
+one of five ways: a command through the rings' folder (`dump_request`), a signal, an HTTP request (`webhook`),
+missed objectives, or a server that hangs. Tapes that no command waits for go into a folder that keeps the newest ones.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from otel_infer.sidecar.recording.window import EventWindow, WindowSnapshot
 
 log = logging.getLogger(__name__)
 
-COMMAND, SIGNAL, WEBHOOK, SLO = "command", "signal", "webhook", "slo"
+COMMAND, SIGNAL, WEBHOOK, SLO, HANG = "command", "signal", "webhook", "slo", "hang"
 BREACH_COUNT, BREACH_WINDOW_NS = 3, 10_000_000_000
 """So many requests that missed objectives, within so much time, are a breach."""
 BREACH_INTERVAL_NS = 60_000_000_000
@@ -119,6 +119,10 @@ class FlightRecorder:
             and max(self._slo_miss_times) - min(self._slo_miss_times) <= BREACH_WINDOW_NS
         ):
             self._dump_on_breach(self._now)
+
+    def record_hang(self) -> None:
+        """Requests a tape of a server that hangs, with the stacks that are read meanwhile."""
+        self._try_request_dump(HANG, BREACH_DELAY_NS)
 
     def _dump_on_breach(self, now: int) -> None:
         """Requests a tape, unless the last one is recent.

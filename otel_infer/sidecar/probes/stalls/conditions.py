@@ -19,8 +19,6 @@ from otel_infer.ringbuffer.step_reader import StepReader
 LOOP_LATE_NS = 25_000_000
 MIN_LATE_NS = 250_000_000
 USUAL_FACTOR = 4
-HUNG_NS = 60_000_000_000
-"""A process with requests in flight that recorded nothing for so long is hung."""
 SHORT_LATE_NS, REPEATED, REPEATED_WITHIN_NS = 50_000_000, 4, 30_000_000_000
 """What was late so often, within so much time, is late from 50 ms on."""
 REMEMBERED = 64
@@ -68,7 +66,9 @@ class _Steps:
 
     def __init__(self, reader: StepReader) -> None:
         self._reader, self._limit = reader, _Limit()
-        self._last_step = self._last_at = 0
+        self._last_step = 0
+        self.last_at = 0
+        """The instant of the last record of a step."""
 
     def find_stall(self, now: int) -> Stall | None:
         """Returns a step that began and does not end."""
@@ -77,16 +77,12 @@ class _Steps:
             return None
         if latest.step > self._last_step:
             if self._last_step:
-                self._limit.add((latest.at - self._last_at) // (latest.step - self._last_step))
-            self._last_step, self._last_at = latest.step, latest.at
+                self._limit.add((latest.at - self.last_at) // (latest.step - self._last_step))
+            self._last_step = latest.step
+        self.last_at = latest.at
         if not latest.is_running or not self._limit.is_exceeded(now - latest.at, now):
             return None
         return Stall(events.STALLED_STEP, latest.at, self._reader.header.words[layout.W_THREAD])
-
-    @property
-    def position(self) -> int:
-        """Returns the last step that was seen."""
-        return self._last_step
 
 
 class ProcessConditions:
@@ -98,7 +94,7 @@ class ProcessConditions:
         self._steps: dict[int, _Steps] = {}
         self._calls: dict[int, LiveThread] = {}
         self._call_limit = _Limit()
-        self._offered = self._written = self._changed_at = 0
+        self._offered = self.last_end_at = 0
 
     def find_stalls(self, now: int) -> list[Stall]:
         """Returns what is late."""
@@ -108,16 +104,18 @@ class ProcessConditions:
             if stall is not None:
                 stalls.append(stall)
         self._view.look_at_cells(self.process.reader.position)
+        if self._view.ended or not self.last_end_at:
+            self.last_end_at = now
         return stalls + list(self._find_late_requests(now))
 
-    def find_hang(self, now: int) -> Stall | None:
-        """Returns a stall of the whole process: requests are in flight, and nothing was recorded for a minute."""
-        written = self._view.newest + sum(steps.position for steps in self._steps.values())
-        if written != self._written or not self._changed_at:
-            self._written, self._changed_at = written, now
-        if now - self._changed_at < HUNG_NS or not self._view.has_requests():
-            return None
-        return Stall(events.STALLED_PROCESS, self._changed_at, 0)
+    @property
+    def last_step_at(self) -> int:
+        """The instant of the last step that was seen; 0 = none."""
+        return max([steps.last_at for steps in self._steps.values()], default=0)
+
+    def list_waiting_since(self, now: int) -> list[int]:
+        """Returns when those requests arrived that are in an engine, or that a thread works for."""
+        return self._view.list_arrivals(self._view.read_threads(now).keys())
 
     def _find_late_loops(self, now: int) -> Iterator[Stall]:
         words = self.process.reader.header.words
@@ -127,9 +125,8 @@ class ProcessConditions:
                 yield Stall(events.PAUSE_EVENT_LOOP, due_at, words[layout.W_LOOPS + 2 * loop + 1])
 
     def _find_late_requests(self, now: int) -> Iterator[Stall]:
-        """Yields requests that work in a thread of their own, and are not in an engine."""
+        """Yields requests that a thread works for, and that are not in an engine."""
         seen = self._view.read_threads(now)
-        self._view.forget_ended(seen)
         # Before an engine, no usual time is long: what a request waits for every time is to be named as well.
         self._call_limit.has_usual = not self.process.engines
         self._add_ended_calls(seen, now)

@@ -16,6 +16,7 @@ from otel_infer.ringbuffer import events, thread_ids
 from otel_infer.ringbuffer.process_rings import ProcessRings
 from otel_infer.sidecar.probes.stalls.blocking_code import BlockingCode, find_blocking_code
 from otel_infer.sidecar.probes.stalls.conditions import ProcessConditions, Stall
+from otel_infer.sidecar.probes.stalls.hang import CHECK_INTERVAL_NS, Hang, find_hang
 from otel_infer.sidecar.probes.stalls.stack_dump import StackDump
 from otel_infer.sidecar.probes.stalls.stack_text import Frame, parse_stacks
 
@@ -67,22 +68,22 @@ class _Watched:
 class StallSampler:
     """The stalls of all processes of a server.
 
-    `list_processes`: their rings. `add_event`: gets what was found. `on_hang`: called when a process hangs.
+    `list_processes`: their rings. `add_event`: gets what was found. `on_hang`: called when the server hangs.
     """
 
     def __init__(
         self,
         list_processes: Callable[[], Iterable[ProcessRings]],
         add_event: Callable[[events.RecordedEvent], None],
-        on_hang: Callable[[int], None] = lambda now: None,
+        on_hang: Callable[[], None] = lambda: None,
         is_enabled: bool = True,
     ) -> None:
         self._list_processes, self._add_event, self._on_hang = list_processes, add_event, on_hang
         self._is_enabled = is_enabled
         self._watched: dict[int, _Watched] = {}
         self._signals, self._refilled_at = float(MAX_SIGNALS), 0
-        self.hung: set[int] = set()
-        """Rings of the processes that hang."""
+        self._hang: Hang | None = None
+        self._hang_checked_at = 0
 
     def sleep(self, duration_ns: int) -> None:
         """Sleeps, and looks at the processes meanwhile."""
@@ -98,10 +99,10 @@ class StallSampler:
             processes = {process.ring: process for process in self._list_processes()}
             for ring in [ring for ring in self._watched if ring not in processes]:
                 self._watched.pop(ring).dump.close()
-                self.hung.discard(ring)
+            hang_at = self._check_hang(now)
             for ring, process in processes.items():
                 if process.stacks_path is not None:
-                    self._look_at(self._watched.setdefault(ring, _Watched(process)), ring, now)
+                    self._look_at(self._watched.setdefault(ring, _Watched(process)), ring, now, hang_at)
         except Exception:
             self._is_enabled = False
             log.exception("stacks of late threads are no longer recorded")
@@ -112,17 +113,14 @@ class StallSampler:
             watched.dump.close()
         self._watched.clear()
 
-    def _look_at(self, watched: _Watched, ring: int, now: int) -> None:
+    def _look_at(self, watched: _Watched, ring: int, now: int, hang_at: int) -> None:
+        """Looks at one process. `hang_at`: since when the server hangs; 0 = it does not."""
         if watched.pending:
             self._read_stacks(watched, ring)
         stalls = watched.conditions.find_stalls(now)
-        hang = watched.conditions.find_hang(now)
-        if hang is None:
-            self.hung.discard(ring)
-        elif ring not in self.hung:
-            self.hung.add(ring)
-            self._on_hang(now)
-        due = watched.select_due([*stalls, *([hang] if hang is not None else ())], now)
+        if hang_at:
+            stalls.append(Stall(events.STALLED_PROCESS, hang_at, 0))
+        due = watched.select_due(stalls, now)
         if not due or not self._may_signal(now):
             return
         if watched.dump.request():
@@ -133,6 +131,21 @@ class StallSampler:
             ]
         for stall in due:
             watched.mark_sampled(stall, now)
+
+    def _check_hang(self, now: int) -> int:
+        """Records that the server hangs, or goes on. Returns since when it hangs; 0 = it does not."""
+        if now - self._hang_checked_at >= CHECK_INTERVAL_NS and self._watched:
+            self._hang_checked_at = now
+            hang = find_hang([watched.conditions for watched in self._watched.values()], now)
+            if (hang is None) != (self._hang is None):
+                since, requests = hang or (now, 0)
+                ring = next(iter(self._watched))
+                self._add_event(events.RecordedEvent(ring, 0, events.HangSeen(now, since, requests)))
+                if hang is not None:
+                    log.warning("the server hangs: %d requests are in flight, and no step ends", requests)
+                    self._on_hang()
+            self._hang = hang
+        return self._hang.since if self._hang is not None else 0
 
     def _may_signal(self, now: int) -> bool:
         refill = (now - self._refilled_at) / SIGNAL_INTERVAL_NS
