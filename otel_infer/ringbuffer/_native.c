@@ -585,16 +585,6 @@ static void free_request_ring(RequestRing *self)
     Py_DECREF(type);
 }
 
-/* A signal that nobody handles any more does nothing then; Python code can ignore signals in the main thread only. */
-static PyObject *ignore_signal(PyObject *module, PyObject *number)
-{
-    (void)module;
-    long wanted = PyLong_AsLong(number);
-    if (wanted == -1 && PyErr_Occurred()) return NULL;
-    if (signal((int)wanted, SIG_IGN) == SIG_ERR) return PyErr_SetFromErrno(PyExc_OSError);
-    Py_RETURN_NONE;
-}
-
 static PyMethodDef request_ring_methods[] = {
     {"write_event", (PyCFunction)(void (*)(void))write_event, METH_FASTCALL,
      "write_event(handle, event): writes one request event; raises for an event that does not fit its layout."},
@@ -947,16 +937,13 @@ static int fill_module(PyObject *module)
                    add_exchange_types(module) || add_hook_type(module) || add_transformers_types(module) ||
                    add_generation_types(module) || add_forward_types(module) || add_context_types(module) ||
                    add_lag_type(module) || add_socket_functions(module) || add_batch_types(module) ||
-                   add_scheduler_types(module)
+                   add_scheduler_types(module) || add_stall_types(module)
                ? -1
                : 0;
 }
 
-static PyMethodDef module_functions[] = {
-    {"ignore_signal", (PyCFunction)ignore_signal, METH_O, "ignore_signal(number): ignores a signal, in any thread."},
-    {NULL, NULL, 0, NULL}};
 static PyModuleDef_Slot module_slots[] = {{Py_mod_exec, fill_module}, {0, NULL}};
-static PyModuleDef module_definition = {PyModuleDef_HEAD_INIT, "_native", NULL, 0, module_functions, module_slots, NULL, NULL, NULL};
+static PyModuleDef module_definition = {PyModuleDef_HEAD_INIT, "_native", NULL, 0, NULL, module_slots, NULL, NULL, NULL};
 
 PyMODINIT_FUNC PyInit__native(void)
 {

@@ -4,7 +4,6 @@
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030B0000
 #include <Python.h>
-#include <signal.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
@@ -295,6 +294,7 @@ int add_transformers_types(PyObject *module);
 int add_generation_types(PyObject *module);
 int add_lag_type(PyObject *module);
 int add_socket_functions(PyObject *module);
+int add_stall_types(PyObject *module);
 int add_forward_types(PyObject *module);
 int add_context_types(PyObject *module);
 int add_type(PyObject *module, const char *name, PyType_Spec *spec);

@@ -83,7 +83,12 @@ WATCHED_LOOPS = 4
 HEADER_WORDS = 32
 TEXT_OFFSET = HEADER_WORDS * 8
 TEXT_LENGTH = struct.Struct("<I")
-TEXT_MAX = PAGE - TEXT_OFFSET - TEXT_LENGTH.size
+THREADS, THREAD_WORDS = 64, 3
+"""In the header page of a request ring: threads that work for one request. An entry has the request's handle (0 = free),
+the thread (`thread_ids.pack_thread`), and since when (monotonic ns).
+"""
+THREADS_AT = PAGE - THREADS * THREAD_WORDS * 8
+TEXT_MAX = THREADS_AT - TEXT_OFFSET - TEXT_LENGTH.size
 
 # ── request ring ─────────────────────────────────────────────────────────────────────────────────────────────────
 CELL = struct.Struct("<QBBBxI40sQ")
@@ -103,10 +108,9 @@ VOID_CODE = 0
 
 # ── live table ───────────────────────────────────────────────────────────────────────────────────────────────────
 LIVE = struct.Struct("<IHHqq16s8s8s8sqI")
-"""handle, flags, unused, arrived_at, wall_at, trace id, span id, parent id, server span id, the thread that works for the
-request alone (`thread_ids.pack_thread`; 0 = none), handle again.
+"""handle, flags, unused, arrived_at, wall_at, trace id, span id, parent id, server span id, unused, handle
+again.
 """
-LIVE_THREAD_AT = 64
 
 LIVE_BYTES = 80
 SLOT_BITS = 12

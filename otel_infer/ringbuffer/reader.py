@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from otel_infer.ringbuffer import events, layout
 from otel_infer.ringbuffer.cell_columns import CellColumn, are_pairs, split_by_code, unpack_bodies
 from otel_infer.ringbuffer.events import RecordedEvent, make_tuple
-from otel_infer.ringbuffer.live_view import LiveView
 
 Words = NDArray[np.uint64]
 
@@ -93,7 +92,7 @@ class RequestReader:
     def __init__(self, memory: mmap.mmap, ring: int) -> None:
         self.header = RingHeader(memory)
         self.ring = ring
-        self._memory = memory
+        self.memory = memory
         cells = self.header.cells
         slots, strings = self.header.words[layout.W_LIVE_SLOTS], self.header.words[layout.W_STRINGS]
         self._offsets = layout.request_offsets(cells, slots, strings)
@@ -184,16 +183,12 @@ class RequestReader:
     def read_live_requests(self) -> Iterator[tuple[int, events.LiveRecovered]]:
         """Yields (handle, arrival) of every request in flight."""
         base, size = self._offsets.live_table, layout.LIVE_BYTES
-        table = self._memory[base : base + self._slots * size]
+        table = self.memory[base : base + self._slots * size]
         for slot in range(self._slots):
             fields = layout.LIVE.unpack_from(table, slot * size)
             handle, flags, _, at, wall_at, trace, span, parent, _, _, again = fields
             if handle and handle == again:
                 yield handle, events.LiveRecovered(at, wall_at, trace, span, parent, flags)
-
-    def make_live_view(self) -> LiveView:
-        """Returns a view of what the requests of this process do now."""
-        return LiveView(self._memory, self.header.cells, self._slots, self._offsets.live_table)
 
     def get_string(self, index: int) -> str:
         """Returns the string with this id, or `_OTHER` where the table does not hold it."""
@@ -203,13 +198,13 @@ class RequestReader:
         offset = self._offsets.strings + (index - 1) * layout.STRING_BYTES
         if index < 1 or offset + layout.STRING_BYTES > self._offsets.end:
             return None
-        text, length = layout.STRING.unpack_from(self._memory, offset)
+        text, length = layout.STRING.unpack_from(self.memory, offset)
         return text[:length].decode("utf-8", "replace") if length else None
 
     def close(self) -> None:
         """Releases the memory."""
         del self._cells, self._ends, self._cell_words, self.header.words
-        self._memory = mmap.mmap(-1, 1)
+        self.memory = mmap.mmap(-1, 1)
 
     def _find_newest(self) -> int:
         """Returns the newest counter that was written.

@@ -47,9 +47,9 @@ class StackSignal:
     def start(self, arena: Arena, name: str, words: Any) -> None:
         """Registers the handler of this process, whose rings have this name; it takes the place of the last one.
 
-        Does nothing where signals cannot be used: the header word stays 0.
+        Does nothing where signals cannot be used, and without the compiled module: the header word stays 0.
         """
-        if not self.is_enabled or not isinstance(arena, FileArena) or not hasattr(faulthandler, "register"):
+        if not self.is_enabled or native is None or not isinstance(arena, FileArena):
             return
         try:
             with self._lock:
@@ -89,8 +89,9 @@ class StackSignal:
         self._file = private_files.open_beside_rings(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     def _register(self, words: Any, number: int) -> None:
-        if not number or not _ignore_signal(number):
+        if not number:
             return
+        native.ignore_signal(number)
         faulthandler.register(number, file=self._file, all_threads=True, chain=False)
         self._number, self._words = number, words
         words[layout.W_STACK_FILE] = self._file
@@ -107,17 +108,6 @@ def _find_free_signal(excluded: int = 0) -> int:
         if number != excluded and not used >> (number - 1) & 1:
             return number
     return 0
-
-
-def _ignore_signal(number: int) -> bool:
-    """Ignores a signal; returns False where that is impossible: without compiled code, only the main thread can."""
-    if native is not None:
-        native.ignore_signal(number)
-        return True
-    if threading.current_thread() is not threading.main_thread():
-        return False
-    signal.signal(number, signal.SIG_IGN)
-    return True
 
 
 stack_signal = StackSignal()

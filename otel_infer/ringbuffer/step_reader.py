@@ -7,28 +7,13 @@ After an overwrite, reading continues at the oldest record that is safe, and the
 from __future__ import annotations
 
 import mmap
-import struct
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
 from otel_infer.ringbuffer import events, layout
 from otel_infer.ringbuffer.reader import InvalidRing, RingHeader, Words
-
-_LOOK_WINDOW = np.arange(256)
-"""Cells that `read_latest` looks at together."""
-_INSTANT_AND_STEP = struct.Struct("<qQ")
-"""The first fields of a step record."""
-
-
-class LatestRecord(NamedTuple):
-    """The instant and step of a record. `is_running`: the step has begun and not ended."""
-
-    at: int
-    step: int
-    is_running: bool
 
 
 class StepFile:
@@ -63,15 +48,14 @@ class StepReader:
 
     def __init__(self, memory: memoryview, ring: int, taken_over: bool = False) -> None:
         self.header = RingHeader(memory)
-        self.ring = ring
-        self._memory = memory
+        self.ring, self.memory = ring, memory
         if self.header.cells < 1 or layout.PAGE + self.header.cells * layout.CELL_BYTES > len(memory):
             raise InvalidRing("sizes in the header exceed the file")
         words = np.frombuffer(memory, np.uint64, self.header.cells * 8, layout.PAGE)
         self._heads: Words = words.reshape(self.header.cells, 8)[:, 0]
         self._next = 0
         self._complete = self._newest_polled = self._scanned = 0
-        self._last_read, self._looked = -1, 0
+        self._last_read = -1
         self._taken_over = taken_over
         self.lost = 0
         self.fill_ratio = 0.0
@@ -82,6 +66,11 @@ class StepReader:
     def engine(self) -> str:
         """Returns the engine's name, as its writer recorded it."""
         return str(self.header.text.get("engine", ""))
+
+    @property
+    def position(self) -> int:
+        """The number of cells that were read."""
+        return self._next
 
     def request_keyframe(self) -> None:
         """Requests a keyframe; the writer writes it when it checks next."""
@@ -112,31 +101,10 @@ class StepReader:
         self._scanned = self._scan_complete(max(self._complete, self._scanned, self._next))
         return self._scanned - self._newest_polled > share * self.header.cells
 
-    def read_latest(self) -> LatestRecord | None:
-        """Returns the record that was written last, whether or not it was polled; None if there is none."""
-        begin, found = max(self._looked, self._next), False
-        while True:
-            counters = begin + _LOOK_WINDOW
-            written = np.flatnonzero(
-                self._heads[counters % self.header.cells] == counters.astype(np.uint64) + 1
-            )
-            found = found or len(written) > 0
-            if not len(written) or not written[-1]:
-                break
-            begin += int(written[-1])
-        record = self._parse_record_head(begin) if found else None
-        if record is None or record[1] == layout.PAD_CODE:
-            return None
-        self._looked = begin
-        at, step = _INSTANT_AND_STEP.unpack_from(
-            self._memory, layout.PAGE + (begin % self.header.cells << 6) + layout.RECORD_HEAD.size
-        )
-        return LatestRecord(at, step, record[1] == events.SCHEDULED_CODE)
-
     def close(self) -> None:
         """Releases the memory."""
         del self._heads, self.header.words
-        self._memory = memoryview(b"")
+        self.memory = memoryview(b"")
 
     def _is_overrun(self) -> bool:
         """Returns whether the writer has lapped this reader.
@@ -178,7 +146,7 @@ class StepReader:
     def _parse_record_head(self, counter: int) -> tuple[int, int, int] | None:
         position = counter % self.header.cells
         return _parse_record_head(
-            self._memory, layout.PAGE + (position << 6), counter, self.header.cells - position
+            self.memory, layout.PAGE + (position << 6), counter, self.header.cells - position
         )
 
     def _read_records(self) -> Iterator[events.RecordedEvent]:
@@ -190,7 +158,7 @@ class StepReader:
         position = self._next % self.header.cells
         begin, cells = layout.PAGE + (position << 6), self._complete - self._next
         first = self._parse_record_head(self._next)
-        copy = bytes(self._memory[begin : begin + (min(cells, self.header.cells - position) << 6)])
+        copy = bytes(self.memory[begin : begin + (min(cells, self.header.cells - position) << 6)])
         if first is None or self._parse_record_head(self._next) != first:
             return
         at = 0

@@ -1,13 +1,11 @@
-"""Packs the two ids of a thread into one number, so that a reader never sees half of them.
+"""Packs the two ids of a thread into one number, and notes which thread works for a request.
 
 The kernel's id finds the thread under /proc. The id of `threading.get_ident` finds its stack in a dump of faulthandler:
-it is an address, aligned to 64 bytes by glibc.
+it is an address, aligned to 64 bytes by glibc. One number is never seen half.
 """
 
 from __future__ import annotations
 
-import mmap
-import struct
 import threading
 
 from otel_infer.ringbuffer import layout
@@ -17,8 +15,6 @@ _KERNEL_BITS = 22
 _KERNEL_MASK = (1 << _KERNEL_BITS) - 1
 _ALIGNMENT_BITS = 6
 _MASK_64 = (1 << 64) - 1
-_THREAD = struct.Struct("<Q")
-_HANDLE_AND_THREAD = struct.Struct(f"<I{layout.LIVE_THREAD_AT - 4}xQ")
 
 
 def pack_thread() -> int:
@@ -37,13 +33,14 @@ def is_thread(packed: int, ident: int) -> bool:
     return packed != 0 and packed >> _KERNEL_BITS == (ident >> _ALIGNMENT_BITS) & (_MASK_64 >> _KERNEL_BITS)
 
 
-def exchange_thread(memory: mmap.mmap, live_table: int, handle: int, known: int, thread: int) -> bool:
-    """Stores in its live slot which thread works for a request alone, 0 = none, if `known` is stored there.
+def note_thread(words: memoryview, handle: int, at: int) -> int:
+    """Notes that the calling thread works for a request from `at` on; returns the entry of the table.
 
-    `live_table`: offset of the slots. Returns whether it was stored; not for a request that has ended.
+    `words`: of the table. Returns -1, and notes nothing, if a thread is noted for the request, or the entry is taken.
     """
-    offset = live_table + (handle & layout.SLOT_MASK) * layout.LIVE_BYTES
-    if not handle or _HANDLE_AND_THREAD.unpack_from(memory, offset) != (handle, known):
-        return False
-    _THREAD.pack_into(memory, offset + layout.LIVE_THREAD_AT, thread)
-    return True
+    entry = handle % layout.THREADS * layout.THREAD_WORDS
+    if not handle or words[entry]:
+        return -1
+    words[entry + 1], words[entry + 2] = pack_thread(), at
+    words[entry] = handle
+    return entry

@@ -131,8 +131,10 @@ class RequestWriter:
         self.words = write_header(
             self.memory, sizes, {"role": role, "boot_id": layout.read_boot_id(), "parent": os.getppid()}
         )
+        self.threads = memoryview(self.memory)[layout.THREADS_AT : layout.PAGE].cast("Q")
+        """The table of threads that work for one request."""
         offsets = layout.request_offsets(sizes.cells, sizes.live_slots, sizes.strings)
-        self._cells, self.live_offset, self._strings_offset = (
+        self._cells, self._live_offset, self._strings_offset = (
             sizes.cells,
             offsets.live_table,
             offsets.strings,
@@ -156,7 +158,7 @@ class RequestWriter:
         ring = self.compiled = native.RequestRing(
             self.memory,
             self._cells,
-            self.live_offset,
+            self._live_offset,
             self._slots,
             first_generation,
             os.urandom(32),
@@ -219,7 +221,7 @@ class RequestWriter:
 
     def _write_arrival(self, slot: int, handle: int, arrived: events.RequestArrived) -> None:
         """Writes the live slot and the two cells of an arrival."""
-        offset = self.live_offset + slot * _LIVE_BYTES
+        offset = self._live_offset + slot * _LIVE_BYTES
         at, wall_at, trace, span, parent, server, flags, operation, provider, model, name = arrived
         memory = self.memory
         _LIVE_INTO(memory, offset, handle, flags, 0, at, wall_at, trace, span, parent, server, 0, handle)
@@ -265,7 +267,7 @@ class RequestWriter:
                 self._free_slot(slot)
 
     def _free_slot(self, slot: int) -> None:
-        offset = self.live_offset + slot * _LIVE_BYTES
+        offset = self._live_offset + slot * _LIVE_BYTES
         self.memory[offset : offset + _LIVE_BYTES] = _EMPTY_SLOT
         self._generations[slot] = (self._generations[slot] + 1) % _GENERATIONS or 1
         self._free_slots.append(slot)

@@ -15,7 +15,7 @@ from opentelemetry.util import types
 from otel_infer import _clock, semconv
 from otel_infer.ringbuffer import events
 from otel_infer.ringbuffer.recorder import recorder
-from otel_infer.ringbuffer.thread_ids import exchange_thread, pack_thread
+from otel_infer.ringbuffer.thread_ids import note_thread
 from otel_infer.tracing import context
 from otel_infer.tracing.pending_spans import PendingProviderSpans, end_spans
 from otel_infer.tracing.request_state import RequestState
@@ -95,19 +95,13 @@ class RequestSpan(RequestState, trace.Span):
 
         The first thread of a request stays known while it works: a later one usually waits for its result.
         """
-        thread = pack_thread()
-        is_known = self._exchange_thread(0, thread)
+        writer = recorder.requests
+        entry = note_thread(writer.threads, self.handle, _clock.now()) if writer is not None else -1
         try:
             return call(*args, **kwargs)
         finally:
-            if is_known:
-                self._exchange_thread(thread, 0)
-
-    def _exchange_thread(self, known: int, thread: int) -> bool:
-        writer = recorder.requests
-        return writer is not None and exchange_thread(
-            writer.memory, writer.live_offset, self.handle, known, thread
-        )
+            if writer is not None and entry >= 0:
+                writer.threads[entry] = 0
 
     def _write_stage(self, at: int, name: str, started_at: int, items: int) -> None:
         self.record_event(events.make_tuple(events.StageEnded, (at, started_at, name, items)))

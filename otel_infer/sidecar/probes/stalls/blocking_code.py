@@ -41,13 +41,15 @@ _SERVING = re.compile(
     r"/(?:site|dist)-packages/(?:uvicorn|hypercorn|gunicorn|uvloop|h11|httptools|starlette|fastapi|anyio|click|typer)/"
 )
 _ENGINES = re.compile(r"/(?:site|dist)-packages/(?:vllm|transformers|sentence_transformers|sglang)/")
-_OWN = re.compile(r"/otel_infer/(?!tests/)(?:instrumentation|tracing|ringbuffer|_bootstrap|cli)/")
+_OWN = re.compile(r"/otel_infer/(?:_bootstrap|cli|config|gpu|instrumentation|ringbuffer|sidecar|tracing)/")
 _LOCK_LINE = re.compile(
     r"\s*(?:with\s+(?P<block>[\w.\[\]]+)(?:\s*:|\s+as\b|,).*|.*?(?P<lock>[\w.]+)\.acquire\(.*)"
 )
 _WAITING_LINE = re.compile(
     r".*\.(?:acquire|wait|join|get|result|select|poll|recv|accept|read|readline)\(|.*\bsleep\(|\s*with\s"
 )
+_PARTS_OF_FUNCTIONS = frozenset(("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>"))
+"""Frames that are a part of the function which calls them."""
 _THREAD_WAITS = ("/threading.py", "/queue.py", "/concurrent/futures/_base.py")
 MAX_SOURCE_BYTES = 1 << 20
 
@@ -86,7 +88,9 @@ def find_blocking_code(
         return BlockingCode(holder, place.frame) if holder is not None else BlockingCode(place)
     blocks_loop = reason == events.PAUSE_EVENT_LOOP and place is not None and _is_waiting_line(working[0])
     if place is not None and (blocks_loop or not (waits_for_futex or _waits_for_thread(working))):
-        return BlockingCode(place)
+        # A library's code on a late loop may just have got the interpreter lock from a thread that works.
+        is_ambiguous = reason == events.PAUSE_EVENT_LOOP and bool(_INSTALLED.search(place.frame.file))
+        return None if is_ambiguous and _find_only_running(others) is not None else BlockingCode(place)
     running = _find_only_running(others) if not _NUMERIC.search(working[0].file if working else "") else place
     if running is None:
         return None
@@ -112,7 +116,7 @@ def _choose_place(frames: Sequence[Frame], is_step: bool) -> Place | None:
     """Returns the place to name: the user's innermost frame; of a step, only one that an engine called."""
     library: Frame | None = None
     for frame in frames:
-        if is_standard(frame.file) or _NUMERIC.search(frame.file):
+        if is_standard(frame.file) or _NUMERIC.search(frame.file) or frame.function in _PARTS_OF_FUNCTIONS:
             continue
         if not _INSTALLED.search(frame.file):
             return Place(frame, library)

@@ -25,7 +25,7 @@ class Hang(NamedTuple):
 
 def find_hang(processes: Sequence[ProcessConditions], now: int) -> Hang | None:
     """Returns since when a server hangs; None if it does not."""
-    begun = sorted(at for process in processes for at in process.list_waiting_since(now))
+    begun = sorted(at for process in processes for at in process.list_waiting_since())
     has_engines = any(process.process.engines for process in processes)
     progress_at = max(
         [process.last_step_at if has_engines else process.last_end_at for process in processes], default=0

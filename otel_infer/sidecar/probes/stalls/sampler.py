@@ -1,4 +1,4 @@
-"""Samples the code that late threads are in, and never more often than the limits allow.
+"""Samples the code that late threads are in, within a budget of CPU time.
 
 Between two wake-ups of the sidecar it looks every 100 ms whether something is late. Then it signals the process, and
 reads the stacks at the next look. A long stall is sampled again after one, two, four … seconds.
@@ -13,18 +13,28 @@ from typing import NamedTuple
 
 from otel_infer import _clock
 from otel_infer.ringbuffer import events, thread_ids
+from otel_infer.ringbuffer.native import native
 from otel_infer.ringbuffer.process_rings import ProcessRings
 from otel_infer.sidecar.probes.stalls.blocking_code import BlockingCode, find_blocking_code
 from otel_infer.sidecar.probes.stalls.conditions import ProcessConditions, Stall
 from otel_infer.sidecar.probes.stalls.hang import CHECK_INTERVAL_NS, Hang, find_hang
 from otel_infer.sidecar.probes.stalls.stack_dump import StackDump
-from otel_infer.sidecar.probes.stalls.stack_text import Frame, parse_stacks
+from otel_infer.sidecar.probes.stalls.stack_text import (
+    check_frame,
+    describe_frame,
+    format_stacks,
+    parse_stacks,
+)
 
 log = logging.getLogger(__name__)
 
 LOOK_INTERVAL_NS = 100_000_000
-SIGNAL_INTERVAL_NS, MAX_SIGNALS = 1_000_000_000, 5
-"""At most so many signals at once, and one more per interval, for all processes together."""
+LIST_INTERVAL_NS = 1_000_000_000
+"""Interval at which processes and engine threads that have appeared are added."""
+BUDGET_NS_PER_S, MAX_BUDGET_NS = 300_000, 50_000_000
+"""CPU time that stacks may take: 0.03 % of a core, and what is saved up while nothing is late."""
+HANDLER_NS_PER_BYTE = 150
+"""What the handler takes in the server to write a byte (measured: 6 to 100 threads, 1 to 8 ms)."""
 AGAIN_NS = 1_000_000_000
 """Time after which the same stall is sampled again; it doubles each time."""
 MAX_TEXT = 32 << 10
@@ -79,11 +89,11 @@ class StallSampler:
         is_enabled: bool = True,
     ) -> None:
         self._list_processes, self._add_event, self._on_hang = list_processes, add_event, on_hang
-        self._is_enabled = is_enabled
+        self._is_enabled = is_enabled and native is not None
         self._watched: dict[int, _Watched] = {}
-        self._signals, self._refilled_at = float(MAX_SIGNALS), 0
+        self._budget_ns, self._refilled_at = MAX_BUDGET_NS, 0
         self._hang: Hang | None = None
-        self._hang_checked_at = 0
+        self._listed_at = self._hang_checked_at = 0
 
     def sleep(self, duration_ns: int) -> None:
         """Sleeps, and looks at the processes meanwhile."""
@@ -96,13 +106,13 @@ class StallSampler:
     def look(self, now: int) -> None:
         """Looks at all processes once. An error ends the sampling, not the sidecar."""
         try:
-            processes = {process.ring: process for process in self._list_processes()}
-            for ring in [ring for ring in self._watched if ring not in processes]:
-                self._watched.pop(ring).dump.close()
-            hang_at = self._check_hang(now)
-            for ring, process in processes.items():
-                if process.stacks_path is not None:
-                    self._look_at(self._watched.setdefault(ring, _Watched(process)), ring, now, hang_at)
+            if now - self._listed_at >= LIST_INTERVAL_NS:
+                self._listed_at = now
+                self._update_processes(now)
+            for ring, watched in self._watched.items():
+                stalls = watched.conditions.find_stalls(now)
+                if stalls or watched.pending or self._hang is not None:
+                    self._sample(watched, ring, stalls, now)
         except Exception:
             self._is_enabled = False
             log.exception("stacks of late threads are no longer recorded")
@@ -113,66 +123,74 @@ class StallSampler:
             watched.dump.close()
         self._watched.clear()
 
-    def _look_at(self, watched: _Watched, ring: int, now: int, hang_at: int) -> None:
-        """Looks at one process. `hang_at`: since when the server hangs; 0 = it does not."""
+    def _update_processes(self, now: int) -> None:
+        processes = {process.ring: process for process in self._list_processes() if process.path is not None}
+        for ring in [ring for ring in self._watched if ring not in processes]:
+            self._watched.pop(ring).dump.close()
+        for ring, process in processes.items():
+            if ring not in self._watched:
+                self._watched[ring] = _Watched(process)
+            self._watched[ring].conditions.add_engines()
+        if now - self._hang_checked_at >= CHECK_INTERVAL_NS:
+            self._hang_checked_at = now
+            self._check_hang(now)
+
+    def _sample(self, watched: _Watched, ring: int, stalls: list[Stall], now: int) -> None:
+        """Reads the stacks of the last signal, and sends another one for what is late and due."""
         if watched.pending:
             self._read_stacks(watched, ring)
-        stalls = watched.conditions.find_stalls(now)
-        if hang_at:
-            stalls.append(Stall(events.STALLED_PROCESS, hang_at, 0))
+        if self._hang is not None:
+            stalls.append(Stall(events.STALLED_PROCESS, self._hang.since, 0))
         due = watched.select_due(stalls, now)
-        if not due or not self._may_signal(now):
+        if not due or not self._has_budget(now):
             return
+        began = time.thread_time_ns()
         if watched.dump.request():
-            self._signals -= 1
             watched.requested_at = now
             watched.pending = [
                 (stall, watched.dump.waits_for_futex(thread_ids.kernel_id(stall.thread))) for stall in due
             ]
         for stall in due:
             watched.mark_sampled(stall, now)
+        self._budget_ns -= time.thread_time_ns() - began
 
-    def _check_hang(self, now: int) -> int:
-        """Records that the server hangs, or goes on. Returns since when it hangs; 0 = it does not."""
-        if now - self._hang_checked_at >= CHECK_INTERVAL_NS and self._watched:
-            self._hang_checked_at = now
-            hang = find_hang([watched.conditions for watched in self._watched.values()], now)
-            if (hang is None) != (self._hang is None):
-                since, requests = hang or (now, 0)
-                ring = next(iter(self._watched))
-                self._add_event(events.RecordedEvent(ring, 0, events.HangSeen(now, since, requests)))
-                if hang is not None:
-                    log.warning("the server hangs: %d requests are in flight, and no step ends", requests)
-                    self._on_hang()
-            self._hang = hang
-        return self._hang.since if self._hang is not None else 0
+    def _check_hang(self, now: int) -> None:
+        """Records that the server hangs, or goes on."""
+        hang = find_hang([watched.conditions for watched in self._watched.values()], now)
+        if (hang is None) != (self._hang is None) and self._watched:
+            since, requests = hang or (now, 0)
+            ring = next(iter(self._watched))
+            self._add_event(events.RecordedEvent(ring, 0, events.HangSeen(now, since, requests)))
+            if hang is not None:
+                log.warning("the server hangs: %d requests are in flight, and no step ends", requests)
+                self._on_hang()
+        self._hang = hang
 
-    def _may_signal(self, now: int) -> bool:
-        refill = (now - self._refilled_at) / SIGNAL_INTERVAL_NS
-        self._signals, self._refilled_at = min(self._signals + refill, MAX_SIGNALS), now
-        return self._signals >= 1
+    def _has_budget(self, now: int) -> bool:
+        refill = (now - self._refilled_at) * BUDGET_NS_PER_S // 1_000_000_000
+        self._budget_ns, self._refilled_at = min(self._budget_ns + refill, MAX_BUDGET_NS), now
+        return self._budget_ns > 0
 
     def _read_stacks(self, watched: _Watched, ring: int) -> None:
         """Turns the stacks of the last signal into events, one for each function that was found."""
+        began = time.thread_time_ns()
         pending, watched.pending = watched.pending, []
         text = watched.dump.read()
         stacks = parse_stacks(text)
-        if not stacks:
-            return
-        for stall, waits_for_futex in pending:
+        for stall, waits_for_futex in pending if stacks else ():
             is_hang = stall.reason == events.STALLED_PROCESS
             code = find_blocking_code(stacks, stall.thread, stall.reason, waits_for_futex)
             if code is not None or is_hang:
-                located = _make_event(
-                    stall, code, watched.requested_at, _format_stacks(text) if is_hang else ""
-                )
+                listed = format_stacks(stacks)[:MAX_TEXT] if is_hang else ""
+                located = _make_event(stall, code, watched.requested_at, listed)
                 self._add_event(events.RecordedEvent(ring, stall.handle, located))
+        self._budget_ns -= time.thread_time_ns() - began + HANDLER_NS_PER_BYTE * len(text)
 
 
 def _make_event(stall: Stall, code: BlockingCode | None, at: int, stacks: str) -> events.CodeLocated:
     if code is None:
         return events.CodeLocated(at, stall.since, stall.reason, "", "", 0, "", "", stacks)
-    frame, callee = code.place
+    frame, callee = check_frame(code.place.frame), code.place.callee
     return events.CodeLocated(
         at,
         stall.since,
@@ -184,16 +202,3 @@ def _make_event(stall: Stall, code: BlockingCode | None, at: int, stacks: str) -
         describe_frame(code.waiter),
         stacks,
     )
-
-
-def describe_frame(frame: Frame | None) -> str:
-    """Returns a frame as text; "" for none."""
-    return f"{frame.function} {frame.file}:{frame.line}" if frame is not None else ""
-
-
-def _format_stacks(text: str) -> str:
-    """Returns the stacks of all threads, checked frame by frame."""
-    lines: list[str] = []
-    for number, stack in enumerate(parse_stacks(text), 1):
-        lines += [f"thread {number}", *(f"  {describe_frame(frame)}" for frame in stack.frames)]
-    return "\n".join(lines)[:MAX_TEXT]
