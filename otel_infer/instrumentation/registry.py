@@ -20,6 +20,7 @@ BUILTIN = {
     "asgi": "asgi",
     "threading": "threading",
     "waits": "waits",
+    "signals": "signals",
     "gc": "garbage_collector",
     "transformers": "transformers",
     "vllm": "vllm",

@@ -55,7 +55,7 @@ class StackSignal:
             with self._lock:
                 self.stop()
                 self._open_file(arena.directory / (name + layout.SUFFIX_STACKS))
-                self._register(words, _find_free_signal())
+                self._register(words, find_free_signal())
         except (OSError, RuntimeError, ValueError) as error:
             log.debug("no stacks of this process: %s", error)
 
@@ -81,7 +81,7 @@ class StackSignal:
         words, self._number = self._words, 0
         words[layout.W_STACK_SIGNAL] = 0
         faulthandler.unregister(number)
-        other = _find_free_signal(number)
+        other = find_free_signal(number)
         if other:
             self._register(words, other)
 
@@ -98,7 +98,7 @@ class StackSignal:
         words[layout.W_STACK_SIGNAL] = number
 
 
-def _find_free_signal(excluded: int = 0) -> int:
+def find_free_signal(excluded: int = 0) -> int:
     """Returns a real-time signal that this process does not use; 0 = there is none. Raises `OSError` without /proc."""
     used = 0
     for line in Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines():

@@ -65,7 +65,14 @@ def iter_checks(environ: dict[str, str], imports: bool) -> Iterator[tuple[str, C
 
     The sidecar check reads the result of the shared memory check.
     """
-    from otel_infer.cli.doctor import environment, exporter, instrumentations, requests, shared_memory
+    from otel_infer.cli.doctor import (
+        environment,
+        exporter,
+        instrumentations,
+        requests,
+        shared_memory,
+        stacks,
+    )
     from otel_infer.gpu import nvml
 
     settings, _ = from_env_or_defaults(environ)
@@ -84,6 +91,7 @@ def iter_checks(environ: dict[str, str], imports: bool) -> Iterator[tuple[str, C
     yield "sidecar", lambda: [shared_memory.check_sidecar(settings, refused)]
     yield "requests", lambda: requests.check_requests(settings)
     yield "leftovers", lambda: [shared_memory.check_leftovers(settings)]
+    yield "stacks", lambda: [stacks.check_stacks(settings)]
     yield "gpu", lambda: [environment.check_gpu(nvml.query_state())]
 
 

@@ -86,15 +86,27 @@ def find_blocking_code(
     if place is not None and lock is not None:
         holder = _find_holder(others, lock)
         return BlockingCode(holder, place.frame) if holder is not None else BlockingCode(place)
-    blocks_loop = reason == events.PAUSE_EVENT_LOOP and place is not None and _is_waiting_line(working[0])
-    if place is not None and (blocks_loop or not (waits_for_futex or _waits_for_thread(working))):
-        # A library's code on a late loop may just have got the interpreter lock from a thread that works.
-        is_ambiguous = reason == events.PAUSE_EVENT_LOOP and bool(_INSTALLED.search(place.frame.file))
-        return None if is_ambiguous and _find_only_running(others) is not None else BlockingCode(place)
-    running = _find_only_running(others) if not _NUMERIC.search(working[0].file if working else "") else place
+    if place is not None and reason == events.PAUSE_EVENT_LOOP and _is_waiting_line(working[0]):
+        return BlockingCode(place)  # whatever it waits for, it must not wait on the loop
+    if not (waits_for_futex or _waits_for_thread(working)):
+        return _check_ambiguity(place, reason, others)
+    if working and _NUMERIC.search(working[0].file):
+        return BlockingCode(place) if place is not None else None  # it waits for threads of its own
+    running = _find_only_running(others)
     if running is None:
         return None
-    return BlockingCode(running, place.frame if place is not None and running != place else None)
+    return BlockingCode(running, place.frame if place is not None else None)
+
+
+def _check_ambiguity(place: Place | None, reason: str, others: Sequence[ThreadStack]) -> BlockingCode | None:
+    """Returns the place, but not that of a library on a late loop beside a thread that works.
+
+    The loop may just have got the interpreter lock from that thread.
+    """
+    if place is None:
+        return None
+    is_library = reason == events.PAUSE_EVENT_LOOP and _INSTALLED.search(place.frame.file)
+    return None if is_library and _find_only_running(others) is not None else BlockingCode(place)
 
 
 # ── frames ───────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -1,0 +1,177 @@
+"""A loop, a step and a request are late by their own limits, as the shared memory shows them."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from otel_infer import _clock
+from otel_infer.ringbuffer import events, layout, thread_ids
+from otel_infer.ringbuffer.arena import MemoryArena
+from otel_infer.ringbuffer.native import native
+from otel_infer.ringbuffer.process_rings import ProcessRings
+from otel_infer.ringbuffer.reader import RequestReader
+from otel_infer.ringbuffer.recorder import Recorder
+from otel_infer.ringbuffer.step_reader import StepReader
+from otel_infer.sidecar.probes.stalls.conditions import Limit, ProcessConditions, Stall
+from otel_infer.sidecar.probes.stalls.hang import HUNG_NS, Hang, find_hang
+
+pytestmark = pytest.mark.skipif(native is None, reason="the compiled module is missing")
+MS = 1_000_000
+SECOND = 1000 * MS
+
+
+class Process:
+    """A recorder, and what a sidecar sees of it."""
+
+    def __init__(self) -> None:
+        self.arena, self.recorder = MemoryArena(), Recorder()
+        self.recorder.start(lambda: self.arena, lambda: None, lambda reason: None)
+        assert self.recorder.ensure_rings()
+        assert self.recorder.requests is not None
+        self.writer = self.recorder.requests
+        self.rings = ProcessRings(1, RequestReader(self.writer.memory, 1), -1, None)
+        self.conditions = ProcessConditions(self.rings)
+        self.began = _clock.now()
+
+    def open_request(self, at: int = 0) -> int:
+        arrived = events.RequestArrived(
+            self.began + at, 1, bytes(16), bytes(8), bytes(8), bytes(8), 0, "chat", "", "", "POST"
+        )
+        return self.writer.open_request(arrived)
+
+    def start_engine(self) -> None:
+        self.batch = self.recorder.acquire_batch_writer("toy")
+        assert self.batch is not None
+        self.rings.engines.append(StepReader(memoryview(self.batch.ring.memory), 2))
+        self.conditions.add_engines()
+
+    def run_step(self, at: int, takes: int = 0) -> None:
+        assert self.batch is not None
+        members = [object()]
+        self.batch.handles[members[0]] = (1).to_bytes(4, "little")
+        step = self.batch.ring.write_unchanged(0, 0, 0, 0, 0, self.began + at)
+        if not step:
+            self.batch.ring.step += 1
+            raise AssertionError("a keyframe is due")
+        if takes:
+            self.batch.ring.write_single_tokens(step, self.began + at + takes)
+
+    def find(self, at: int) -> list[Stall]:
+        return self.conditions.find_stalls(self.began + at)
+
+
+@pytest.fixture
+def process() -> Process:
+    return Process()
+
+
+def test_nothing_is_late_in_an_idle_process(process: Process) -> None:
+    assert process.find(0) == process.find(3600 * SECOND) == []
+
+
+def test_a_loop_is_late_after_its_check_was_due(process: Process) -> None:
+    word = layout.W_LOOPS + 2
+    process.writer.words[word], process.writer.words[word + 1] = process.began + 50 * MS, 77
+    assert process.find(70 * MS) == []
+    assert process.find(80 * MS) == [Stall(events.PAUSE_EVENT_LOOP, process.began + 50 * MS, 77)]
+    process.writer.words[word] = 0  # no request is in flight
+    assert process.find(90 * MS) == []
+
+
+def test_a_request_is_late_while_its_thread_works(process: Process) -> None:
+    handle = process.open_request()
+    entry = thread_ids.note_thread(process.writer.threads, handle, process.began)
+    assert process.find(200 * MS) == []
+    (stall,) = process.find(260 * MS)
+    assert stall == Stall(events.STALLED_REQUEST, process.began, thread_ids.pack_thread(), handle)
+    process.writer.threads[entry] = 0
+    assert process.find(300 * MS) == []
+
+
+def test_a_request_in_an_engine_is_not_late_until_it_left_it(process: Process) -> None:
+    handle = process.open_request()
+    thread_ids.note_thread(process.writer.threads, handle, process.began)
+    process.writer.write_event(handle, events.RequestSubmitted(process.began, 5, 5, 1, "toy"))
+    assert process.find(5 * SECOND) == []
+    process.writer.write_event(handle, events.EngineFinished(process.began, "stop", 5))
+    assert process.find(6 * SECOND) == process.find(6 * SECOND + 200 * MS) == []
+    assert [stall.since for stall in process.find(6 * SECOND + 300 * MS)] == [process.began + 6 * SECOND]
+
+
+def test_what_takes_long_every_time_is_not_late_without_an_engine(process: Process) -> None:
+    for number in range(20):
+        begin = number * SECOND
+        handle = process.open_request(begin)
+        entry = thread_ids.note_thread(process.writer.threads, handle, process.began + begin)
+        for at in (100, 400):
+            late = process.find(begin + at * MS)
+            assert not late or number < 4, number
+        process.writer.threads[entry] = 0
+        process.find(begin + 500 * MS)
+
+
+def test_short_stalls_are_late_if_they_recur() -> None:
+    limit = Limit()
+    limit.set_usual([5 * MS] * 20)
+    assert not limit.is_exceeded(40 * MS, 0)
+    assert [limit.is_exceeded(60 * MS, at * SECOND) for at in range(5)] == [False, False, False, True, True]
+    assert not limit.is_exceeded(60 * MS, 100 * SECOND)
+    assert limit.is_exceeded(250 * MS, 200 * SECOND)
+
+
+def test_four_times_the_usual_time_is_never_late() -> None:
+    limit = Limit()
+    limit.set_usual([200 * MS] * 20)
+    assert not limit.is_exceeded(790 * MS, 0) and limit.is_exceeded(810 * MS, 0)
+
+
+def test_a_step_that_does_not_end_is_late(process: Process) -> None:
+    process.start_engine()
+    assert process.batch is not None
+    ring = process.batch.ring
+    member = object()
+    process.batch.handles[member] = (1).to_bytes(4, "little")
+    step = process.batch.write_scheduled([member])
+    now = _clock.now()
+    (stall,) = process.conditions.find_stalls(now + SECOND)
+    assert (stall.reason, stall.thread) == (events.STALLED_STEP, thread_ids.pack_thread())
+    ring.write_single_tokens(step, now)
+    assert process.conditions.find_stalls(now + 2 * SECOND) == []
+
+
+def test_a_thread_is_noted_once_per_request(process: Process) -> None:
+    words, handle = process.writer.threads, process.open_request()
+    first = thread_ids.note_thread(words, handle, 1)
+    found: list[int] = []
+    other = threading.Thread(target=lambda: found.append(thread_ids.note_thread(words, handle, 2)))
+    other.start()
+    other.join()
+    assert first >= 0 and found == [-1]
+    assert thread_ids.note_thread(words, 0, 3) == -1
+
+
+# ── hangs ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_server_hangs_whose_engine_ends_no_step(process: Process) -> None:
+    process.start_engine()
+    handle = process.open_request()
+    process.writer.write_event(handle, events.RequestSubmitted(process.began, 5, 5, 1, "toy"))
+    process.find(0)
+    assert find_hang([process.conditions], process.began + HUNG_NS - 1) is None
+    assert find_hang([process.conditions], process.began + HUNG_NS) == Hang(process.began, 1)
+    process.writer.write_event(handle, events.EngineFinished(process.began, "stop", 5))
+    process.find(0)
+    assert find_hang([process.conditions], process.began + 2 * HUNG_NS) is None
+
+
+def test_one_long_call_without_an_engine_is_no_hang(process: Process) -> None:
+    handles = [process.open_request(), process.open_request()]
+    thread_ids.note_thread(process.writer.threads, handles[0], process.began)
+    process.find(0)
+    assert find_hang([process.conditions], process.began + 2 * HUNG_NS) is None
+    thread_ids.note_thread(process.writer.threads, handles[1], process.began)
+    process.find(0)
+    assert find_hang([process.conditions], process.began + 2 * HUNG_NS) == Hang(process.began, 2)
