@@ -10,6 +10,7 @@ per member of the batch.
 from __future__ import annotations
 
 import struct
+import threading
 from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -21,7 +22,6 @@ from otel_infer.ringbuffer.arena import MemoryArena
 from otel_infer.ringbuffer.layout import RingSizes
 from otel_infer.ringbuffer.native import native
 from otel_infer.ringbuffer.step_writer import CHANGE_LAYOUTS, StepWriter
-from otel_infer.ringbuffer.thread_ids import pack_thread
 
 KEYFRAME_STEPS = 256
 KEYFRAME_NS = 1_000_000_000
@@ -95,7 +95,7 @@ class BatchWriter(BatchState):
 
     def assign_to_thread(self) -> BatchWriter:
         """Records the calling thread as the writer from now on; returns the writer."""
-        self._writer.words[layout.W_THREAD] = pack_thread()
+        self._writer.words[layout.W_THREAD] = threading.get_native_id()
         return self
 
     def write_scheduled(

@@ -60,7 +60,7 @@ W_FLUSH_REQUESTED = 14
 W_FLUSH_DONE = 15
 """Written by the reader: the last of these requests that it completed."""
 W_THREAD = 16
-"""In a step ring: the thread that writes it, as `thread_ids.pack_thread` packs it; 0 = unknown."""
+"""In a step ring: the kernel's id of the thread that writes it; 0 = unknown."""
 W_OFFERED = 17
 """Requests that this process offered for recording, recorded or not. A fragment of another process's request is none."""
 W_NOT_RECORDED = 18
@@ -74,10 +74,10 @@ W_FLUSH_REFUSED = 21
 request before it.
 """
 W_STACK_SIGNAL, W_STACK_FILE = 22, 23
-"""The signal on which this process writes the stacks of its threads, 0 = none, and the descriptor that it writes to."""
+"""The signal on which a thread of this process writes its stack, 0 = none, and the descriptor that it writes to."""
 W_LOOPS = 24
 """Event loops with requests, two words each: when the next check of the loop is due (monotonic ns; 0 = none), and the
-loop's thread, as `thread_ids.pack_thread` packs it.
+kernel's id of its thread.
 """
 WATCHED_LOOPS = 4
 HEADER_WORDS = 32
@@ -85,7 +85,7 @@ TEXT_OFFSET = HEADER_WORDS * 8
 TEXT_LENGTH = struct.Struct("<I")
 THREADS, THREAD_WORDS = 64, 3
 """In the header page of a request ring: threads that work for one request. An entry has the request's handle (0 = free),
-the thread (`thread_ids.pack_thread`), and since when (monotonic ns).
+the kernel's id of the thread, and since when (monotonic ns).
 """
 THREADS_AT = PAGE - THREADS * THREAD_WORDS * 8
 TEXT_MAX = THREADS_AT - TEXT_OFFSET - TEXT_LENGTH.size

@@ -24,7 +24,6 @@ from otel_infer.ringbuffer.ledger import RequestLedger
 from otel_infer.ringbuffer.process_rings import ProcessRings
 from otel_infer.ringbuffer.reader import InvalidRing, RequestReader, RingNotReady
 from otel_infer.ringbuffer.step_reader import StepFile, StepReader
-from otel_infer.ringbuffer.thread_ids import kernel_id
 
 LIVENESS_NS = 250_000_000
 SMALL_CELLS = 64
@@ -243,7 +242,7 @@ class MergedReader:
         """
         stepping = [(process, process.find_pid()) for process in self._processes.values() if process.engines]
         return [
-            (steps.ring, pid, steps.header.pid, kernel_id(steps.header.words[layout.W_THREAD]))
+            (steps.ring, pid, steps.header.pid, steps.header.words[layout.W_THREAD])
             for process, pid in stepping
             if pid
             for steps in process.engines

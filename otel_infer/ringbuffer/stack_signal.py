@@ -1,10 +1,11 @@
-"""Lets the sidecar have the stacks of this process written, by a signal to code that needs no interpreter lock.
+"""Lets the sidecar have the stack of a thread written, by a signal to code that needs no interpreter lock.
 
-    the sidecar sends the signal ─▶ faulthandler's handler (C) ─▶ NAME.stacks: file, line and function of every frame
+    the sidecar signals a thread ─▶ faulthandler's handler (C) ─▶ NAME.stacks: file, line and function of every frame
 
 The handler also runs while a thread holds the interpreter lock in C code, or while all threads are blocked. It never
-writes values. Nothing is written without a signal, and signals are sent only while something is late
-(`sidecar.probes.stalls`).
+writes values. It writes the stack of the thread that it interrupts, which cannot change meanwhile. The stacks of other
+threads can, and reading them without the interpreter lock has crashed servers. Nothing is written without a signal, and
+signals are sent only while something is late (`sidecar.probes.stalls`).
 
 The signal is a real-time signal that this process neither handles, ignores nor blocks. If the program takes the signal
 later, another one is chosen. A header word of the ring tells the sidecar which one is in use. Before faulthandler
@@ -92,7 +93,7 @@ class StackSignal:
         if not number:
             return
         native.ignore_signal(number)
-        faulthandler.register(number, file=self._file, all_threads=True, chain=False)
+        faulthandler.register(number, file=self._file, all_threads=False, chain=False)
         self._number, self._words = number, words
         words[layout.W_STACK_FILE] = self._file
         words[layout.W_STACK_SIGNAL] = number

@@ -14,8 +14,8 @@ from opentelemetry.util import types
 
 from otel_infer import _clock, semconv
 from otel_infer.ringbuffer import events
+from otel_infer.ringbuffer.live_threads import note_thread
 from otel_infer.ringbuffer.recorder import recorder
-from otel_infer.ringbuffer.thread_ids import note_thread
 from otel_infer.tracing import context
 from otel_infer.tracing.pending_spans import PendingProviderSpans, end_spans
 from otel_infer.tracing.request_state import RequestState

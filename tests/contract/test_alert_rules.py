@@ -121,6 +121,10 @@ CASES: dict[str, Case] = {
         ),
         both(requests(), grows("infer_pause_duration_seconds_count", f'{J},infer_pause_cause="gc"', 0.01)),
     ),
+    "ServerHangs": Case(
+        state("infer_request_hung", J, 3),
+        state("infer_request_hung", J, 0),
+    ),
     "OutOfDeviceMemory": Case(
         grows("infer_marks_total", f'{J},infer_mark_name="allocator_oom"', 0.01),
         grows("infer_marks_total", f'{J},infer_mark_name="allocator_oom"', 0),

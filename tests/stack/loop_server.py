@@ -2,7 +2,7 @@
 
 otel-infer run -- python tests/stack/loop_server.py PORT '{"max_batch": 8, …}'
 
-A prompt of `COLD_PROMPT` tokens compiles a function. POST /odd sends a malformed ASGI message.
+A prompt of `COLD_PROMPT` tokens compiles a function, and after one of `HANGING_PROMPT` tokens no step ends. POST /odd sends a malformed ASGI message.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from tests.support.fake_device import OnHostClock
 DEVICE = OnHostClock()
 DEVICE.kind = "cuda"
 LAUNCH_NS = 400_000
-COLD_PROMPT = 77
+COLD_PROMPT, HANGING_PROMPT = 77, 78
+HANG_S = 600
 REAL_CUDA = torch.cuda
 
 
@@ -83,6 +84,8 @@ class OnDevice(complaint_server.Engine):
     def run_forward(self, prompt_tokens: int, step: otel_infer.step) -> None:
         if prompt_tokens == COLD_PROMPT:
             compile_function()
+        if prompt_tokens == HANGING_PROMPT:
+            time.sleep(HANG_S)
         time.sleep(LAUNCH_NS / 1e9)
         _, done_at = DEVICE.launch(round(self.compute_step_ms(prompt_tokens) * 1e6))
         step.launched()

@@ -22,7 +22,7 @@ from otel_infer.cli.alerts import rules_to_yaml
 from otel_infer.config import slo
 from otel_infer.monitoring.alerts import burn_rate_rules, slo_spec
 from tests.stack.load import Load, post
-from tests.stack.loop_server import COLD_PROMPT
+from tests.stack.loop_server import COLD_PROMPT, HANGING_PROMPT
 from tests.stack.processes import Alertmanager, Prometheus, Webhook, until
 from tests.stack.running import loop_server, make_environ
 from tests.stack.tools import tool
@@ -189,7 +189,7 @@ def _post_unattended(port: int, path: str, **body: int) -> None:
 
 
 def _list_events(site: Site) -> list[tuple[float, Callable[[], object]]]:
-    """Returns (s, event): losses, an exception of a hook, compilations, and a killed sidecar."""
+    """Returns (s, event): losses, an exception of a hook, compilations, a killed sidecar, and an engine that hangs."""
     plain = site.servers[PLAIN]
     assert plain.process is not None
     supervisor = plain.process.pid
@@ -209,4 +209,11 @@ def _list_events(site: Site) -> list[tuple[float, Callable[[], object]]]:
         (at, lambda: _post_unattended(plain.port, "/", prompt=COLD_PROMPT, tokens=3))
         for at in (1, 36, 42, 48)
     ]
+    # A minute later, the server hangs.
+    events.append(
+        (
+            QUIET_AFTER_S + 4,
+            lambda: _post_unattended(plain.port, "/", prompt=HANGING_PROMPT, tokens=3),
+        )
+    )
     return sorted(events, key=lambda event: event[0])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 
@@ -15,7 +14,7 @@ from otel_infer.ringbuffer.stack_signal import find_free_signal
 
 _TRIAL = """
 import faulthandler, signal, sys, time
-faulthandler.register(int(sys.argv[1]), file=sys.stdout, all_threads=True, chain=False)
+faulthandler.register(int(sys.argv[1]), file=sys.stdout, all_threads=False, chain=False)
 print("ready", flush=True)
 time.sleep(5)
 """
@@ -36,7 +35,7 @@ def check_stacks(settings: Config) -> Check:
         reason = str(error)
     if reason:
         return Check(
-            NAME, "warn", f"{LOST}: {reason}", "allow pidfd_open and pidfd_send_signal (Linux 5.3, seccomp)"
+            NAME, "warn", f"{LOST}: {reason}", "allow pidfd_open and tgkill (Linux 5.3, seccomp)"
         )
     return Check(
         NAME, "ok", "the code of late threads is recorded while something is late, at most 0.1 % of a core"
@@ -52,11 +51,8 @@ def _try_signal() -> str:
         try:
             assert process.stdout is not None
             process.stdout.readline()
-            descriptor = os.pidfd_open(process.pid)
-            try:
-                signal.pidfd_send_signal(descriptor, number)
-            finally:
-                os.close(descriptor)
-            return "" if b"hread" in process.stdout.readline() else "the signal did not arrive"
+            os.close(os.pidfd_open(process.pid))
+            native.signal_thread(process.pid, process.pid, number)
+            return "" if process.stdout.readline().startswith(b"Stack") else "the signal did not arrive"
         finally:
             process.kill()

@@ -21,7 +21,6 @@ from otel_infer.instrumentation.asgi.entry_point import AsgiEntryPoint
 from otel_infer.ringbuffer import events, layout
 from otel_infer.ringbuffer.native import native
 from otel_infer.ringbuffer.recorder import recorder
-from otel_infer.ringbuffer.thread_ids import pack_thread
 
 CHECK_INTERVAL_NS = 50_000_000
 CHECK_INTERVAL_S = CHECK_INTERVAL_NS / 1e9
@@ -91,7 +90,7 @@ class _LagTimer(TimerState):
         if (
             self.word and recorder.requests is not None
         ):  # for the sidecar, which looks at it while the loop is late
-            recorder.requests.words[self.word + 1] = pack_thread()
+            recorder.requests.words[self.word + 1] = threading.get_native_id()
             recorder.requests.words[self.word] = self.due_at
         self.loop.call_later(CHECK_INTERVAL_S, self, **self.options)
 

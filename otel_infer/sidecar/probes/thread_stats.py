@@ -151,20 +151,20 @@ class EngineThreadProbe:
     def _open_thread(self, thread: ThreadIds) -> _ThreadFiles | None:
         _, pid, own_pid, own_thread = thread
         tasks = self._proc / str(pid) / "task"
-        number = own_thread if pid == own_pid else self._resolve_thread_id(tasks, own_thread)
+        number = own_thread if pid == own_pid else resolve_thread_id(tasks, own_thread)
         try:
             return _ThreadFiles(tasks / str(number), self._now()) if number else None
         except (OSError, ValueError, IndexError):
             return None
 
-    @staticmethod
-    def _resolve_thread_id(tasks: Path, own: int) -> int:
-        """Returns the thread with this id in its own namespace (`NSpid` of proc_pid_status(5)); 0 = none."""
-        try:
-            for status in tasks.glob("*/status"):
-                for line in status.read_text(encoding="utf-8", errors="replace").splitlines():
-                    if line.startswith("NSpid:") and line.split()[-1] == str(own):
-                        return int(status.parent.name)
-        except OSError:
-            pass
-        return 0
+
+def resolve_thread_id(tasks: Path, own: int) -> int:
+    """Returns the thread with this id in its own namespace (`NSpid` of proc_pid_status(5)); 0 = none."""
+    try:
+        for status in tasks.glob("*/status"):
+            for line in status.read_text(encoding="utf-8", errors="replace").splitlines():
+                if line.startswith("NSpid:") and line.split()[-1] == str(own):
+                    return int(status.parent.name)
+    except OSError:
+        pass
+    return 0

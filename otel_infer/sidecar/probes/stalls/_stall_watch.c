@@ -2,7 +2,12 @@
  * would cost many cache misses; here it is a few lines of memory. Nothing is written, and what is read may be torn: then
  * the next look is right. */
 #include "../../../ringbuffer/_native.h"
+#include <errno.h>
 #include <signal.h>
+#ifdef __linux__
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 enum { PAGE = 4096, CELL_BYTES = 64, CODE_AT = 8 };
 enum { LOOP, STEP, REQUEST };  /* `conditions._REASONS` */
@@ -271,7 +276,22 @@ static PyObject *ignore_signal(PyObject *module, PyObject *number)
     Py_RETURN_NONE;
 }
 
+/* Python has no call for a thread of another process. */
+static PyObject *signal_thread(PyObject *module, PyObject *arguments)
+{
+    int process, thread, number;
+    (void)module;
+    if (!PyArg_ParseTuple(arguments, "iii", &process, &thread, &number)) return NULL;
+#ifdef SYS_tgkill
+    if (!syscall(SYS_tgkill, process, thread, number)) Py_RETURN_NONE;
+#else
+    errno = ENOSYS;
+#endif
+    return PyErr_SetFromErrno(PyExc_OSError);
+}
+
 static PyMethodDef functions[] = {
+    {"signal_thread", signal_thread, METH_VARARGS, "signal_thread(process, thread, number): sends a signal to one thread."},
     {"ignore_signal", ignore_signal, METH_O, "ignore_signal(number): ignores a signal, in any thread."},
     {NULL, NULL, 0, NULL}};
 

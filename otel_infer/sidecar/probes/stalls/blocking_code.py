@@ -13,10 +13,10 @@ import linecache
 import re
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-from otel_infer.ringbuffer import events, thread_ids
-from otel_infer.sidecar.probes.stalls.stack_text import Frame, ThreadStack
+from otel_infer.ringbuffer import events
+from otel_infer.sidecar.probes.stalls.stack_text import Frame
 
 _OUTER_FRAMES = frozenset(
     (
@@ -52,6 +52,8 @@ _PARTS_OF_FUNCTIONS = frozenset(("<listcomp>", "<setcomp>", "<dictcomp>", "<gene
 """Frames that are a part of the function which calls them."""
 _THREAD_WAITS = ("/threading.py", "/queue.py", "/concurrent/futures/_base.py")
 MAX_SOURCE_BYTES = 1 << 20
+Stack = Sequence[Frame]
+"""The frames of a thread, innermost first."""
 
 
 class Place(NamedTuple):
@@ -68,37 +70,50 @@ class BlockingCode(NamedTuple):
     waiter: Frame | None = None
 
 
+class OtherThreads(Protocol):
+    """The stacks of the other threads of a process, which are read on demand."""
+
+    def read_all(self) -> Sequence[Stack]:
+        """Returns the stacks of all of them."""
+        ...
+
+    def read_running(self) -> Sequence[Stack]:
+        """Returns the stacks of those that run."""
+        ...
+
+
 def find_blocking_code(
-    stacks: Sequence[ThreadStack], thread: int, reason: str, waits_for_futex: bool
+    late: Stack, others: OtherThreads, reason: str, waits_for_futex: bool
 ) -> BlockingCode | None:
     """Returns what a late thread is in or waits for; None where that is unknown.
 
-    `thread`: as `thread_ids.pack_thread` packs it. `reason`: what is late. `waits_for_futex`: the kernel reports that it
-    waits for a lock.
+    `reason`: what is late. `waits_for_futex`: the kernel reports that it waits for a lock.
     """
-    late = next((stack for stack in stacks if thread_ids.is_thread(thread, stack.ident)), None)
-    if late is None:
-        return None
-    others = [stack for stack in stacks if stack is not late]
     working = list(_work_frames(late))
     place = _choose_place(working, is_step=reason == events.STALLED_STEP)
     lock = _waited_lock(working)
     if place is not None and lock is not None:
-        holder = _find_holder(others, lock)
+        holder = _find_holder(others.read_all(), lock)
         return BlockingCode(holder, place.frame) if holder is not None else BlockingCode(place)
     if place is not None and reason == events.PAUSE_EVENT_LOOP and _is_waiting_line(working[0]):
         return BlockingCode(place)  # whatever it waits for, it must not wait on the loop
-    if not (waits_for_futex or _waits_for_thread(working)):
-        return _check_ambiguity(place, reason, others)
-    if working and _NUMERIC.search(working[0].file):
+    if working and waits_for_futex and _NUMERIC.search(working[0].file):
         return BlockingCode(place) if place is not None else None  # it waits for threads of its own
-    running = _find_only_running(others)
+    if _waits_for_thread(working):
+        return _name_running(others.read_all(), place)
+    if waits_for_futex:
+        return _name_running(others.read_running(), place)
+    return _check_ambiguity(place, reason, others)
+
+
+def _name_running(others: Sequence[Stack], waiting: Place | None) -> BlockingCode | None:
+    running = _find_only_working(others)
     if running is None:
         return None
-    return BlockingCode(running, place.frame if place is not None else None)
+    return BlockingCode(running, waiting.frame if waiting is not None else None)
 
 
-def _check_ambiguity(place: Place | None, reason: str, others: Sequence[ThreadStack]) -> BlockingCode | None:
+def _check_ambiguity(place: Place | None, reason: str, others: OtherThreads) -> BlockingCode | None:
     """Returns the place, but not that of a library on a late loop beside a thread that works.
 
     The loop may just have got the interpreter lock from that thread.
@@ -106,15 +121,15 @@ def _check_ambiguity(place: Place | None, reason: str, others: Sequence[ThreadSt
     if place is None:
         return None
     is_library = reason == events.PAUSE_EVENT_LOOP and _INSTALLED.search(place.frame.file)
-    return None if is_library and _find_only_running(others) is not None else BlockingCode(place)
+    return None if is_library and _find_only_working(others.read_running()) else BlockingCode(place)
 
 
 # ── frames ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _work_frames(stack: ThreadStack) -> Iterator[Frame]:
+def _work_frames(stack: Stack) -> Iterator[Frame]:
     """Yields the frames of what a loop or pool called, innermost first, without ours."""
-    for frame in stack.frames:
+    for frame in stack:
         if ("/".join(frame.file.split("/")[-2:]), frame.function) in _OUTER_FRAMES or (
             frame.file.rpartition("/")[2],
             frame.function,
@@ -160,7 +175,7 @@ def _waited_lock(frames: Sequence[Frame]) -> tuple[str, str] | None:
     return None
 
 
-def _find_holder(others: Sequence[ThreadStack], lock: tuple[str, str]) -> Place | None:
+def _find_holder(others: Sequence[Stack], lock: tuple[str, str]) -> Place | None:
     """Returns where the thread is that is inside of a `with` block of the same lock."""
     file, expression = lock
     for stack in others:
@@ -206,7 +221,7 @@ def _waits_for_thread(frames: Sequence[Frame]) -> bool:
     return bool(frames) and frames[0].file.endswith(_THREAD_WAITS) and is_standard(frames[0].file)
 
 
-def _find_only_running(others: Sequence[ThreadStack]) -> Place | None:
+def _find_only_working(others: Sequence[Stack]) -> Place | None:
     """Returns where the only other thread is that does not wait; None if there are several places."""
     places: set[Place] = set()
     for stack in others:

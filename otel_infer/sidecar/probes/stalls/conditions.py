@@ -29,7 +29,7 @@ _FOLLOWED = tuple(
 
 
 class Stall(NamedTuple):
-    """What is late since `since` (monotonic ns). `thread`: as `thread_ids.pack_thread` packs it. `handle`: its request."""
+    """What is late since `since` (monotonic ns). `thread`: the kernel's id, as its process sees it. `handle`: its request."""
 
     reason: str
     since: int

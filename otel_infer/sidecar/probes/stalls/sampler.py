@@ -1,7 +1,7 @@
 """Samples the code that late threads are in, within a budget of CPU time.
 
-Between two wake-ups of the sidecar it looks every 100 ms whether something is late. Then it signals the process, and
-reads the stacks at the next look. A long stall is sampled again after one, two, four … seconds.
+Between two wake-ups of the sidecar it looks every 100 ms whether something is late. Then it reads the stack of that
+thread, and of others where it waits for them. A long stall is sampled again after one, two, four … seconds.
 """
 
 from __future__ import annotations
@@ -12,26 +12,21 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from otel_infer import _clock
-from otel_infer.ringbuffer import events, thread_ids
+from otel_infer.ringbuffer import events
 from otel_infer.ringbuffer.native import native
 from otel_infer.ringbuffer.process_rings import ProcessRings
-from otel_infer.sidecar.probes.stalls.blocking_code import BlockingCode, find_blocking_code
+from otel_infer.sidecar.probes.stalls.blocking_code import find_blocking_code
 from otel_infer.sidecar.probes.stalls.conditions import ProcessConditions, Stall
 from otel_infer.sidecar.probes.stalls.hang import CHECK_INTERVAL_NS, Hang, find_hang
 from otel_infer.sidecar.probes.stalls.stack_dump import StackDump
-from otel_infer.sidecar.probes.stalls.stack_text import (
-    check_frame,
-    describe_frame,
-    format_stacks,
-    parse_stacks,
-)
+from otel_infer.sidecar.probes.stalls.stack_text import Frame, check_frame, describe_frame, format_stacks
 
 log = logging.getLogger(__name__)
 
 LOOK_INTERVAL_NS = 100_000_000
 LIST_INTERVAL_NS = 1_000_000_000
 """Interval at which processes and engine threads that have appeared are added."""
-BUDGET_NS_PER_S, MAX_BUDGET_NS = 300_000, 50_000_000
+BUDGET_NS_PER_S, MAX_BUDGET_NS = 300_000, 80_000_000
 """CPU time that stacks may take: 0.03 % of a core, and what is saved up while nothing is late."""
 HANDLER_NS_PER_BYTE = 150
 """What the handler takes in the server to write a byte (measured: 6 to 100 threads, 1 to 8 ms)."""
@@ -50,12 +45,10 @@ class _Sampled(NamedTuple):
 
 
 class _Watched:
-    """One process: what is late in it, its stacks, and the stalls whose stacks were requested."""
+    """One process: what is late in it, its stacks, and the stalls that were sampled."""
 
     def __init__(self, process: ProcessRings) -> None:
         self.conditions, self.dump = ProcessConditions(process), StackDump(process)
-        self.pending: list[tuple[Stall, bool]] = []
-        self.requested_at = 0
         self.sampled: dict[tuple[str, int, int], _Sampled] = {}
 
     def select_due(self, stalls: Iterable[Stall], now: int) -> list[Stall]:
@@ -111,7 +104,7 @@ class StallSampler:
                 self._update_processes(now)
             for ring, watched in self._watched.items():
                 stalls = watched.conditions.find_stalls(now)
-                if stalls or watched.pending or self._hang is not None:
+                if stalls or self._hang is not None:
                     self._sample(watched, ring, stalls, now)
         except Exception:
             self._is_enabled = False
@@ -136,23 +129,25 @@ class StallSampler:
             self._check_hang(now)
 
     def _sample(self, watched: _Watched, ring: int, stalls: list[Stall], now: int) -> None:
-        """Reads the stacks of the last signal, and sends another one for what is late and due."""
-        if watched.pending:
-            self._read_stacks(watched, ring)
+        """Reads the stacks of what is late and due."""
         if self._hang is not None:
             stalls.append(Stall(events.STALLED_PROCESS, self._hang.since, 0))
         due = watched.select_due(stalls, now)
         if not due or not self._has_budget(now):
             return
-        began = time.thread_time_ns()
-        if watched.dump.request():
-            watched.requested_at = now
-            watched.pending = [
-                (stall, watched.dump.waits_for_futex(thread_ids.kernel_id(stall.thread))) for stall in due
-            ]
+        began, read = time.thread_time_ns(), watched.dump.bytes_read
         for stall in due:
             watched.mark_sampled(stall, now)
-        self._budget_ns -= time.thread_time_ns() - began
+            located = (
+                _locate_hang(watched.dump, stall, now)
+                if not stall.thread
+                else _locate(watched.dump, stall, now)
+            )
+            if located is not None:
+                self._add_event(events.RecordedEvent(ring, stall.handle, located))
+        self._budget_ns -= (
+            time.thread_time_ns() - began + HANDLER_NS_PER_BYTE * (watched.dump.bytes_read - read)
+        )
 
     def _check_hang(self, now: int) -> None:
         """Records that the server hangs, or goes on."""
@@ -171,34 +166,47 @@ class StallSampler:
         self._budget_ns, self._refilled_at = min(self._budget_ns + refill, MAX_BUDGET_NS), now
         return self._budget_ns > 0
 
-    def _read_stacks(self, watched: _Watched, ring: int) -> None:
-        """Turns the stacks of the last signal into events, one for each function that was found."""
-        began = time.thread_time_ns()
-        pending, watched.pending = watched.pending, []
-        text = watched.dump.read()
-        stacks = parse_stacks(text)
-        for stall, waits_for_futex in pending if stacks else ():
-            is_hang = stall.reason == events.STALLED_PROCESS
-            code = find_blocking_code(stacks, stall.thread, stall.reason, waits_for_futex)
-            if code is not None or is_hang:
-                listed = format_stacks(stacks)[:MAX_TEXT] if is_hang else ""
-                located = _make_event(stall, code, watched.requested_at, listed)
-                self._add_event(events.RecordedEvent(ring, stall.handle, located))
-        self._budget_ns -= time.thread_time_ns() - began + HANDLER_NS_PER_BYTE * len(text)
+
+class _OtherThreads:
+    """The stacks of the threads of a process but one, read one after another."""
+
+    def __init__(self, dump: StackDump, late: int) -> None:
+        self._dump, self._late = dump, late
+
+    def read_all(self) -> list[tuple[Frame, ...]]:
+        return self._read(self._dump.list_threads())
+
+    def read_running(self) -> list[tuple[Frame, ...]]:
+        return self._read(self._dump.list_threads(running_only=True))
+
+    def _read(self, threads: Iterable[int]) -> list[tuple[Frame, ...]]:
+        return [self._dump.read_stack(thread) for thread in threads if thread != self._late]
 
 
-def _make_event(stall: Stall, code: BlockingCode | None, at: int, stacks: str) -> events.CodeLocated:
-    if code is None:
-        return events.CodeLocated(at, stall.since, stall.reason, "", "", 0, "", "", stacks)
-    frame, callee = check_frame(code.place.frame), code.place.callee
-    return events.CodeLocated(
-        at,
-        stall.since,
-        stall.reason,
-        frame.function,
-        frame.file,
-        frame.line,
-        describe_frame(callee),
-        describe_frame(code.waiter),
-        stacks,
+def _locate(dump: StackDump, stall: Stall, now: int) -> events.CodeLocated | None:
+    """Returns the code that a late thread is in; None where it is not known."""
+    thread = dump.find_thread(stall.thread)
+    waits_for_futex = dump.waits_for_futex(thread)  # before the signal, which ends the wait for a moment
+    stack = dump.read_stack(thread) if thread else ()
+    code = (
+        find_blocking_code(stack, _OtherThreads(dump, thread), stall.reason, waits_for_futex)
+        if stack
+        else None
     )
+    if code is None:
+        return None
+    frame = check_frame(code.place.frame)
+    named = describe_frame(code.place.callee), describe_frame(code.waiter)
+    return events.CodeLocated(
+        now, stall.since, stall.reason, frame.function, frame.file, frame.line, *named, stacks=""
+    )
+
+
+def _locate_hang(dump: StackDump, stall: Stall, now: int) -> events.CodeLocated | None:
+    """Returns the stacks of all threads of a process; None where there are none."""
+    dump.find_thread(1)  # opens the process
+    stacks = [stack for stack in map(dump.read_stack, dump.list_threads()) if stack]
+    if not stacks:
+        return None
+    listed = format_stacks(stacks)[:MAX_TEXT]
+    return events.CodeLocated(now, stall.since, stall.reason, "", "", 0, "", "", listed)

@@ -1,61 +1,106 @@
-"""Has a process write the stacks of its threads: one signal, sent only while the process shows its handler. Linux.
+"""Has a thread of another process write its stack, by a signal that is sent only while the process shows our handler.
 
-Before each signal: the process is the one that holds the lock of its ring; its signal is caught and not blocked; and the
-descriptor that its handler writes to is still our file. A pidfd cannot reach another process with the same pid.
+Before each signal: the process is the one that holds the lock of its ring, and its pidfd is alive; the signal is caught,
+and the thread does not block it; and the descriptor that the handler writes to is still our file. Linux.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
-import signal
+import select
+import time
 from pathlib import Path
 
 from otel_infer.config import private_files
 from otel_infer.ringbuffer import layout
+from otel_infer.ringbuffer.native import native
 from otel_infer.ringbuffer.process_rings import ProcessRings
+from otel_infer.sidecar.probes.stalls.stack_text import Frame, parse_stack
+from otel_infer.sidecar.probes.thread_stats import resolve_thread_id
 
-MAX_DUMP_BYTES = 1 << 18
-"""What is read of one dump: about 100 threads with 100 frames each."""
-MAX_FILE_BYTES = 1 << 20
-"""A longer file is emptied once its last dump was read."""
-_FUTEX = "futex"
+MAX_STACK_BYTES = 1 << 16
+"""What is read of one stack: faulthandler writes 100 frames at most."""
+MAX_FILE_BYTES = 1 << 18
+"""A longer file is emptied after a read."""
+WAIT_S, POLL_S = 0.03, 0.0005
+"""How long a stack is awaited. A thread that sleeps writes it at once; one that runs, when it is interrupted."""
+MAX_THREADS = 64
+MAX_STATUS_BYTES = 1 << 13
+SAME_S = 0.1
+"""For so long a process counts as unchanged."""
+_FUTEX, _RUNNING = "futex", b"R"
+_CAUGHT, _BLOCKED = b"SigCgt:", b"SigBlk:"
 
 
 class StackDump:
-    """The stacks of one process. `proc`: where the kernel's files of processes are."""
+    """The stacks of the threads of one process. `proc`: where the kernel's files of processes are."""
 
     def __init__(self, process: ProcessRings, proc: Path = Path("/proc")) -> None:
         self._process, self._proc = process, proc
         self._pidfd = self._file = -1
         self._pid = 0
-        self._read_from = 0
+        self._silent, self._handled_at = set[int](), -SAME_S
+        self.signals = self.bytes_read = 0
+        """Signals that were sent so far, and bytes of the stacks, from which follows what they cost the server."""
 
-    def request(self) -> bool:
-        """Sends the signal; returns whether it was sent. `read` returns the stacks some ms later."""
-        words = self._process.reader.header.words
-        number = words[layout.W_STACK_SIGNAL]
-        if not number or not hasattr(os, "pidfd_open"):
-            return False
-        try:
-            self._open_process()
-            if self._pidfd < 0 or not self._is_handled(number, words[layout.W_STACK_FILE]):
-                return False
-            self._read_from = os.fstat(self._file).st_size
-            signal.pidfd_send_signal(self._pidfd, number)
-        except OSError:  # the process has ended, or the kernel forbids it
-            return False
-        return True
+    def read_stack(self, thread: int) -> tuple[Frame, ...]:
+        """Returns the stack of a thread, innermost frame first; () where it cannot be had.
 
-    def read(self) -> str:
-        """Returns what was written since the last signal; "" if nothing was."""
+        `thread`: the kernel's id, as seen from here. A thread that wrote none runs no Python code, so it is not
+        signalled again.
+        """
         try:
-            text = os.pread(self._file, MAX_DUMP_BYTES, self._read_from).decode("utf-8", "replace")
-            if os.fstat(self._file).st_size > MAX_FILE_BYTES:
-                os.ftruncate(self._file, 0)
-        except OSError:
-            return ""
+            if thread in self._silent or not self._open_process() or not self._is_handled(thread):
+                return ()
+            since = os.fstat(self._file).st_size
+            native.signal_thread(self._pid, thread, self._process.reader.header.words[layout.W_STACK_SIGNAL])
+            self.signals += 1
+            text = self._await_text(since)
+        except OSError:  # the process or the thread has ended, or the kernel forbids it
+            return ()
+        if not text:
+            self._silent.add(thread)
+        return parse_stack(text)
+
+    def _await_text(self, since: int) -> str:
+        """Returns what was written since then, once it is longer no more; "" if nothing comes in time."""
+        until, size = time.monotonic() + WAIT_S, since
+        while time.monotonic() < until:
+            time.sleep(POLL_S)
+            last, size = size, os.fstat(self._file).st_size
+            if size > since and size == last:
+                break
+        text = os.pread(self._file, min(size - since, MAX_STACK_BYTES), since).decode("utf-8", "replace")
+        self.bytes_read += len(text)
+        if size > MAX_FILE_BYTES:
+            os.ftruncate(self._file, 0)
         return text
+
+    def list_threads(self, running_only: bool = False) -> list[int]:
+        """Returns the kernel's ids of the threads, at most 64. `running_only`: those that run, or want a core."""
+        tasks = self._proc / str(self._pid) / "task"
+        try:
+            threads = sorted(map(int, os.listdir(tasks)))[: MAX_THREADS if not running_only else None]
+            return [t for t in threads if not running_only or self._read_state(tasks, t) == _RUNNING][
+                :MAX_THREADS
+            ]
+        except (OSError, ValueError):
+            return []
+
+    @staticmethod
+    def _read_state(tasks: Path, thread: int) -> bytes:
+        try:
+            return (tasks / str(thread) / "stat").read_bytes().rpartition(b")")[2].split(None, 1)[0]
+        except (OSError, IndexError):  # it has ended
+            return b""
+
+    def find_thread(self, own_id: int) -> int:
+        """Returns the kernel's id, as seen from here, of a thread that its process sees under this one; 0 = none."""
+        if not own_id or not self._open_process():
+            return 0
+        if self._pid == self._process.reader.header.pid:
+            return own_id
+        return resolve_thread_id(self._proc / str(self._pid) / "task", own_id)
 
     def waits_for_futex(self, thread: int) -> bool:
         """Returns whether a thread waits for a lock, as the kernel sees it; False where the kernel does not tell."""
@@ -72,28 +117,49 @@ class StackDump:
                 os.close(descriptor)
         self._pidfd = self._file = -1
 
-    def _open_process(self) -> None:
-        if self._pidfd >= 0:
-            return
-        path, self._pid = self._process.stacks_path, self._process.find_pid()
-        if path is None or not self._pid:
-            return
-        self._file = private_files.open_beside_rings(path, os.O_RDWR)
-        pidfd = os.pidfd_open(self._pid)
-        if self._process.find_pid() == self._pid:  # it lived when its pidfd was opened
-            self._pidfd = pidfd
-        else:
-            os.close(pidfd)
+    def _open_process(self) -> bool:
+        """Returns whether the process can be signalled: its pidfd is open, and it lives."""
+        if not self._process.reader.header.words[layout.W_STACK_SIGNAL] or not hasattr(os, "pidfd_open"):
+            return False
+        if self._pidfd < 0:
+            path, self._pid = self._process.stacks_path, self._process.find_pid()
+            if path is None or not self._pid:
+                return False
+            self._file = private_files.open_beside_rings(path, os.O_RDWR)
+            self._pidfd = os.pidfd_open(self._pid)
+        has_ended = bool(select.select([self._pidfd], [], [], 0)[0])
+        return not has_ended and self._process.find_pid() == self._pid
 
-    def _is_handled(self, number: int, descriptor: int) -> bool:
-        """Returns whether the process catches the signal, does not block it, and its handler writes to our file."""
-        masks = {}
-        folder = self._proc / str(self._pid)
-        for line in (folder / "status").read_text(encoding="ascii", errors="replace").splitlines():
-            name, _, value = line.partition(":")
-            if name in ("SigCgt", "SigBlk"):
-                masks[name] = int(value, 16) >> (number - 1) & 1
-        with contextlib.suppress(OSError):
-            written = os.stat(folder / "fd" / str(descriptor))
-            return masks == {"SigBlk": 0, "SigCgt": 1} and os.path.samestat(written, os.fstat(self._file))
+    def _is_handled(self, thread: int) -> bool:
+        """Returns whether the process catches the signal, the thread does not block it, and the handler's file is ours.
+
+        The answer serves the stacks that are read right after it.
+        """
+        if time.monotonic() - self._handled_at < SAME_S:
+            return True
+        words = self._process.reader.header.words
+        number, descriptor = words[layout.W_STACK_SIGNAL], words[layout.W_STACK_FILE]
+        folder = f"{self._proc}/{self._pid}"
+        masks = _read_masks(f"{folder}/task/{thread}/status")
+        written = os.stat(f"{folder}/fd/{descriptor}")
+        is_handled = (
+            masks.get(_CAUGHT, 0) >> (number - 1) & 1 and not masks.get(_BLOCKED, 1) >> (number - 1) & 1
+        )
+        if is_handled and os.path.samestat(written, os.fstat(self._file)):
+            self._handled_at = time.monotonic()
+            return True
         return False
+
+
+def _read_masks(status: str) -> dict[bytes, int]:
+    """Returns the masks of signals that are caught and blocked."""
+    descriptor = os.open(status, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        content = os.read(descriptor, MAX_STATUS_BYTES)
+    finally:
+        os.close(descriptor)
+    return {
+        name: int(content[at + len(name) :].split(None, 1)[0], 16)
+        for name in (_CAUGHT, _BLOCKED)
+        if (at := content.find(name)) >= 0
+    }

@@ -1,6 +1,6 @@
-"""Parses what faulthandler writes: the frames of every thread, innermost first.
+"""Parses what faulthandler writes: the frames of a thread, innermost first.
 
-    Thread 0x00007f2a4c0d9700 (most recent call first):
+    Stack (most recent call first):
       File "/srv/app.py", line 31 in lookup
 
 A file name may be any text that a program compiled, so one that is no path is replaced.
@@ -9,11 +9,10 @@ A file name may be any text that a program compiled, so one that is no path is r
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from functools import cached_property
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-_THREAD = re.compile(r"(?:Current t|T)hread (0x[0-9a-f]+)")
+_HEAD = "(most recent call first):"
 _FRAME_BEGIN = '  File "'
 _PATH = re.compile(r"/[^\x00-\x1f\"<>]+\.(?:py|pyx|pyi|pyc|so)")
 _BUILTIN_FILE = re.compile(r"<(?:frozen [\w.]+|string|stdin)>")
@@ -29,27 +28,14 @@ class Frame(NamedTuple):
     function: str
 
 
-class ThreadStack:
-    """The stack of a thread. `ident`: that of `threading.get_ident`."""
+def parse_stack(text: str) -> tuple[Frame, ...]:
+    """Returns the frames of one stack, innermost first. Names are not checked yet, see `check_frame`.
 
-    def __init__(self, ident: int, lines: list[str]) -> None:
-        self.ident, self._lines = ident, lines
-
-    @cached_property
-    def frames(self) -> tuple[Frame, ...]:
-        """The frames, innermost first; parsed on demand, because of many threads few matter."""
-        return tuple(frame for line in self._lines if (frame := _parse_frame(line)) is not None)
-
-
-def parse_stacks(text: str) -> list[ThreadStack]:
-    """Returns the stacks of one dump. Names are not checked yet, see `check_frame`."""
-    stacks = []
-    for block in text.split("\n\n"):
-        head, *lines = block.strip("\n").splitlines() or [""]
-        thread = _THREAD.match(head)
-        if thread is not None:
-            stacks.append(ThreadStack(int(thread[1], 16), lines))
-    return stacks
+    Lines before its head are the rest of an earlier one, whose thread had no core in between. Where there are two, one
+    came late, so it is not known which is whose: then there is none.
+    """
+    lines = text.partition(_HEAD)[2].splitlines() if text.count(_HEAD) == 1 else ()
+    return tuple(frame for line in lines if (frame := _parse_frame(line)) is not None)
 
 
 def _parse_frame(line: str) -> Frame | None:
@@ -75,9 +61,9 @@ def describe_frame(frame: Frame | None) -> str:
     return f"{checked.function} {checked.file}:{checked.line}"
 
 
-def format_stacks(stacks: Sequence[ThreadStack]) -> str:
-    """Returns the stacks of all threads as text, checked frame by frame."""
+def format_stacks(stacks: Iterable[Sequence[Frame]]) -> str:
+    """Returns the stacks of several threads as text, checked frame by frame."""
     lines: list[str] = []
-    for number, stack in enumerate(stacks, 1):
-        lines += [f"thread {number}", *(f"  {describe_frame(frame)}" for frame in stack.frames)]
+    for number, frames in enumerate(stacks, 1):
+        lines += [f"thread {number}", *(f"  {describe_frame(frame)}" for frame in frames)]
     return "\n".join(lines)

@@ -13,13 +13,14 @@ from otel_infer.export.sampling.tail_sampler import Decision, TailSampler
 from otel_infer.export.spans import tree
 from otel_infer.ringbuffer.events import (
     SAMPLED,
+    CodeLocated,
     HttpDescribed,
     RequestArrived,
     SpanEventAdded,
     StageEnded,
     StateCarried,
 )
-from tests.support.story import MS, WALL, RequestHandle, Story, ids, ns, text
+from tests.support.story import MS, PROCESS, WALL, RequestHandle, Story, ids, ns, text
 
 ALL = Decision(True, 1 << 30, "all", True)
 
@@ -345,6 +346,47 @@ def test_event_loop_pause_is_an_event() -> None:
     served(story)
     story.paused(42, 70, "event_loop")
     assert events(story) == [("event_loop", 42, 28)]
+
+
+def located(at: float, since: float, reason: str, waiter: str = "") -> CodeLocated:
+    return CodeLocated(ns(at), ns(since), reason, "lookup", "/srv/app.py", 31, "", waiter, "")
+
+
+def test_a_pause_of_the_loop_has_the_code_that_blocked_it() -> None:
+    story = Story()
+    served(story)
+    story.paused(42, 70, "event_loop")
+    story.paused(20, 25, "gc")
+    story.add_event(PROCESS, 0, located(68, 43, "event_loop"))
+    gc, loop = (event["attributes"] for event in story.span("chat toy")["events"])
+    assert "code.function.name" not in gc
+    assert loop == {
+        "infer.pause.cause": "event_loop",
+        "infer.pause.duration": 0.028,
+        "code.function.name": "lookup",
+        "code.file.path": "/srv/app.py",
+        "code.line.number": 31,
+    }
+
+
+def test_the_code_of_a_late_request_is_an_event_of_that_request_alone() -> None:
+    story = Story()
+    served(story, "a")
+    b = served(story, "b")
+    story.add_event(PROCESS, b.handle, located(60, 10, "request", waiter="handle /srv/app.py:40"))
+    (event,) = [event for span in story.spans() for event in span["events"]]
+    assert event["attributes"]["infer.pause.cause"] == "request"
+    assert event["attributes"]["infer.pause.duration"] == 0.05
+    assert event["attributes"]["infer.code.waiter"] == "handle /srv/app.py:40"
+    assert [len(span["events"]) for span in story.spans() if span["name"] == "chat toy"] in ([0, 1], [1, 0])
+
+
+def test_code_before_or_after_a_request_is_not_its_own() -> None:
+    story = Story()
+    served(story)
+    story.add_event(PROCESS, 0, located(-1, -30, "event_loop"))
+    story.add_event(PROCESS, 0, located(300, 250, "step"))
+    assert events(story) == []
 
 
 def test_pause_event_is_clipped_to_the_request() -> None:

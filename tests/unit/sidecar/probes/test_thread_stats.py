@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from otel_infer import _clock
-from otel_infer.ringbuffer import events, layout, thread_ids
+from otel_infer.ringbuffer import events, layout
 from otel_infer.ringbuffer.arena import FileArena
 from otel_infer.ringbuffer.merged_reader import MergedReader
 from otel_infer.ringbuffer.recorder import Recorder
@@ -132,7 +132,7 @@ def test_a_real_engine_thread_is_sampled(tmp_path: Path) -> None:
         time.sleep(0.02)
     (process,) = rings._processes.values()
     steps = process.engines[0]
-    assert thread_ids.kernel_id(steps.header.words[layout.W_THREAD]) == working.native_id
+    assert steps.header.words[layout.W_THREAD] == working.native_id
     # A process does not see its own ring locks as held, so the test lists the thread itself.
     probe, threads = EngineThreadProbe(), [(steps.ring, os.getpid(), os.getpid(), working.native_id or 0)]
     (from_start,) = probe.read_events(lambda: threads)  # a young thread is counted from its start

@@ -8,7 +8,7 @@ import pytest
 
 from otel_infer.ringbuffer import events
 from otel_infer.sidecar.probes.stalls.blocking_code import BlockingCode, find_blocking_code
-from otel_infer.sidecar.probes.stalls.stack_text import Frame, ThreadStack
+from otel_infer.sidecar.probes.stalls.stack_text import Frame
 
 LIB = "/usr/lib/python3.11"
 SITE = "/venv/lib/python3.11/site-packages"
@@ -17,19 +17,30 @@ LOOP = (
     Frame(f"{LIB}/asyncio/base_events.py", 1936, "_run_once"),
 )
 POOL = (Frame(f"{SITE}/anyio/_backends/_asyncio.py", 1113, "run"),)
-LATE, OTHER, THIRD = 0x7F0000001000, 0x7F0000002000, 0x7F0000003000
-PACKED = (LATE >> 6) << 22 | 4711
+Stack = tuple[Frame, ...]
 
 
-def stack(ident: int, *frames: Frame) -> ThreadStack:
-    lines = [f'  File "{frame.file}", line {frame.line} in {frame.function}' for frame in frames]
-    return ThreadStack(ident, lines)
+class Others:
+    """The other threads of a process. `running`: how many of them, from the first on, run."""
+
+    def __init__(self, stacks: tuple[Stack, ...], running: int) -> None:
+        self._stacks, self._running = stacks, running
+
+    def read_all(self) -> tuple[Stack, ...]:
+        return self._stacks
+
+    def read_running(self) -> tuple[Stack, ...]:
+        return self._stacks[: self._running]
 
 
 def find(
-    *stacks: ThreadStack, reason: str = events.PAUSE_EVENT_LOOP, futex: bool = False
+    late: Stack, *others: Stack, reason: str = events.PAUSE_EVENT_LOOP, futex: bool = False, running: int = 9
 ) -> BlockingCode | None:
-    return find_blocking_code(stacks, PACKED, reason, futex)
+    return find_blocking_code(late, Others(others, running), reason, futex)
+
+
+def stack(*frames: Frame) -> Stack:
+    return frames
 
 
 def named(code: BlockingCode | None) -> str:
@@ -52,20 +63,18 @@ def test_a_call_on_the_loop_is_the_users_innermost_function() -> None:
         Frame("/srv/app.py", 31, "lookup"),
         Frame("/srv/app.py", 5, "handle"),
     )
-    code = find(stack(LATE, Frame(f"{LIB}/socket.py", 706, "readinto"), *frames, *LOOP))
+    code = find(stack(Frame(f"{LIB}/socket.py", 706, "readinto"), *frames, *LOOP))
     assert code == BlockingCode((frames[1], frames[0]))
 
 
 def test_code_around_the_loop_is_not_named() -> None:
     main = Frame(f"{SITE}/uvicorn/server.py", 86, "run"), Frame("/srv/app.py", 99, "<module>")
-    assert find(stack(LATE, Frame(f"{LIB}/selectors.py", 468, "select"), LOOP[1], *main)) is None
+    assert find(stack(Frame(f"{LIB}/selectors.py", 468, "select"), LOOP[1], *main)) is None
 
 
 def test_a_comprehension_belongs_to_its_function() -> None:
     assert (
-        named(
-            find(stack(LATE, Frame("/srv/app.py", 8, "<listcomp>"), Frame("/srv/app.py", 7, "lookup"), *LOOP))
-        )
+        named(find(stack(Frame("/srv/app.py", 8, "<listcomp>"), Frame("/srv/app.py", 7, "lookup"), *LOOP)))
         == "lookup"
     )
 
@@ -73,33 +82,27 @@ def test_a_comprehension_belongs_to_its_function() -> None:
 def test_the_holder_of_a_lock_is_named(app: Path) -> None:
     waiter, holder = Frame(str(app), 7, "lookup"), Frame(str(app), 5, "refresh")
     code = find(
-        stack(LATE, waiter, *POOL),
-        stack(OTHER, holder),
-        stack(THIRD, waiter, *POOL),
+        stack(waiter, *POOL),
+        stack(holder),
+        stack(waiter, *POOL),
         reason=events.STALLED_REQUEST,
         futex=True,
     )
     assert code == BlockingCode((holder, None), waiter)
-    alone = find(
-        stack(LATE, waiter, *POOL), stack(THIRD, waiter, *POOL), reason=events.STALLED_REQUEST, futex=True
-    )
+    alone = find(stack(waiter, *POOL), stack(waiter, *POOL), reason=events.STALLED_REQUEST, futex=True)
     assert alone == BlockingCode((waiter, None))
 
 
 def test_the_only_thread_that_can_hold_the_interpreter_is_named(app: Path) -> None:
     late, busy = (
-        stack(LATE, Frame(f"{LIB}/selectors.py", 468, "select"), *LOOP),
+        stack(Frame(f"{LIB}/selectors.py", 468, "select"), *LOOP),
         Frame(str(app), 10, "compute"),
     )
-    idle = stack(
-        THIRD, Frame(f"{LIB}/threading.py", 327, "wait"), Frame(f"{LIB}/queue.py", 171, "get"), *POOL
-    )
-    assert named(find(late, stack(OTHER, busy, *POOL), idle, futex=True)) == "compute"
+    idle = stack(Frame(f"{LIB}/threading.py", 327, "wait"), Frame(f"{LIB}/queue.py", 171, "get"), *POOL)
+    assert named(find(late, stack(busy, *POOL), idle, futex=True)) == "compute"
     other = Frame("/srv/other.py", 3, "train")
-    assert find(late, stack(OTHER, busy, *POOL), stack(THIRD, other), futex=True) is None
-    assert (
-        find(late, stack(OTHER, busy, *POOL), futex=False) is None
-    )  # it is not the interpreter that it waits for
+    assert find(late, stack(busy, *POOL), stack(other), futex=True) is None
+    assert find(late, stack(busy, *POOL), futex=False) is None  # it is not the interpreter that it waits for
 
 
 def test_a_thread_that_waits_for_a_result_is_not_to_blame(app: Path) -> None:
@@ -108,15 +111,15 @@ def test_a_thread_that_waits_for_a_result_is_not_to_blame(app: Path) -> None:
         Frame(f"{LIB}/queue.py", 171, "get"),
         Frame("/srv/app.py", 4, "ask"),
     )
-    late = stack(LATE, *waits, *POOL)
+    late = stack(*waits, *POOL)
     assert find(late, reason=events.STALLED_REQUEST) is None
-    code = find(late, stack(OTHER, Frame(str(app), 10, "compute")), reason=events.STALLED_REQUEST)
+    code = find(late, stack(Frame(str(app), 10, "compute")), reason=events.STALLED_REQUEST)
     assert code is not None and (named(code), code.waiter) == ("compute", waits[2])
 
 
 def test_a_wait_on_the_loop_is_to_blame() -> None:
     waits = Frame(f"{LIB}/concurrent/futures/_base.py", 451, "result"), Frame("/srv/app.py", 4, "ask")
-    assert named(find(stack(LATE, *waits, *LOOP), futex=True)) == "ask"
+    assert named(find(stack(*waits, *LOOP), futex=True)) == "ask"
 
 
 def test_a_step_is_the_engines_code_or_the_users_below_it() -> None:
@@ -128,23 +131,17 @@ def test_a_step_is_the_engines_code_or_the_users_below_it() -> None:
         Frame(f"{SITE}/transformers/generation/utils.py", 3288, "_sample"),
         Frame("/srv/app.py", 88, "handle"),
     )
-    assert (
-        named(find(stack(LATE, *model, *outer, *POOL), reason=events.STALLED_STEP, futex=True)) == "forward"
-    )
+    assert named(find(stack(*model, *outer, *POOL), reason=events.STALLED_STEP, futex=True)) == "forward"
     mine = Frame("/srv/app.py", 12, "pick_token")
-    assert named(find(stack(LATE, mine, *outer, *POOL), reason=events.STALLED_STEP)) == "pick_token"
+    assert named(find(stack(mine, *outer, *POOL), reason=events.STALLED_STEP)) == "pick_token"
 
 
 def test_library_code_on_a_loop_beside_a_working_thread_is_not_named() -> None:
-    loop = stack(LATE, Frame(f"{SITE}/pydantic/main.py", 9, "validate"), *LOOP)
+    loop = stack(Frame(f"{SITE}/pydantic/main.py", 9, "validate"), *LOOP)
     assert named(find(loop)) == "validate"
-    assert find(loop, stack(OTHER, Frame("/srv/app.py", 3, "train"))) is None
+    assert find(loop, stack(Frame("/srv/app.py", 3, "train"))) is None
 
 
 def test_our_own_frames_are_left_out() -> None:
     own = Frame(f"{SITE}/otel_infer/instrumentation/waits.py", 49, "__call__")
-    assert named(find(stack(LATE, own, Frame("/srv/app.py", 31, "lookup"), *LOOP))) == "lookup"
-
-
-def test_an_unknown_thread_has_no_code() -> None:
-    assert find(stack(OTHER, Frame("/srv/app.py", 31, "lookup"))) is None
+    assert named(find(stack(own, Frame("/srv/app.py", 31, "lookup"), *LOOP))) == "lookup"

@@ -7,8 +7,9 @@ import threading
 import pytest
 
 from otel_infer import _clock
-from otel_infer.ringbuffer import events, layout, thread_ids
+from otel_infer.ringbuffer import events, layout
 from otel_infer.ringbuffer.arena import MemoryArena
+from otel_infer.ringbuffer.live_threads import note_thread
 from otel_infer.ringbuffer.native import native
 from otel_infer.ringbuffer.process_rings import ProcessRings
 from otel_infer.ringbuffer.reader import RequestReader
@@ -82,17 +83,17 @@ def test_a_loop_is_late_after_its_check_was_due(process: Process) -> None:
 
 def test_a_request_is_late_while_its_thread_works(process: Process) -> None:
     handle = process.open_request()
-    entry = thread_ids.note_thread(process.writer.threads, handle, process.began)
+    entry = note_thread(process.writer.threads, handle, process.began)
     assert process.find(200 * MS) == []
     (stall,) = process.find(260 * MS)
-    assert stall == Stall(events.STALLED_REQUEST, process.began, thread_ids.pack_thread(), handle)
+    assert stall == Stall(events.STALLED_REQUEST, process.began, threading.get_native_id(), handle)
     process.writer.threads[entry] = 0
     assert process.find(300 * MS) == []
 
 
 def test_a_request_in_an_engine_is_not_late_until_it_left_it(process: Process) -> None:
     handle = process.open_request()
-    thread_ids.note_thread(process.writer.threads, handle, process.began)
+    note_thread(process.writer.threads, handle, process.began)
     process.writer.write_event(handle, events.RequestSubmitted(process.began, 5, 5, 1, "toy"))
     assert process.find(5 * SECOND) == []
     process.writer.write_event(handle, events.EngineFinished(process.began, "stop", 5))
@@ -104,7 +105,7 @@ def test_what_takes_long_every_time_is_not_late_without_an_engine(process: Proce
     for number in range(20):
         begin = number * SECOND
         handle = process.open_request(begin)
-        entry = thread_ids.note_thread(process.writer.threads, handle, process.began + begin)
+        entry = note_thread(process.writer.threads, handle, process.began + begin)
         for at in (100, 400):
             late = process.find(begin + at * MS)
             assert not late or number < 4, number
@@ -136,20 +137,20 @@ def test_a_step_that_does_not_end_is_late(process: Process) -> None:
     step = process.batch.write_scheduled([member])
     now = _clock.now()
     (stall,) = process.conditions.find_stalls(now + SECOND)
-    assert (stall.reason, stall.thread) == (events.STALLED_STEP, thread_ids.pack_thread())
+    assert (stall.reason, stall.thread) == (events.STALLED_STEP, threading.get_native_id())
     ring.write_single_tokens(step, now)
     assert process.conditions.find_stalls(now + 2 * SECOND) == []
 
 
 def test_a_thread_is_noted_once_per_request(process: Process) -> None:
     words, handle = process.writer.threads, process.open_request()
-    first = thread_ids.note_thread(words, handle, 1)
+    first = note_thread(words, handle, 1)
     found: list[int] = []
-    other = threading.Thread(target=lambda: found.append(thread_ids.note_thread(words, handle, 2)))
+    other = threading.Thread(target=lambda: found.append(note_thread(words, handle, 2)))
     other.start()
     other.join()
     assert first >= 0 and found == [-1]
-    assert thread_ids.note_thread(words, 0, 3) == -1
+    assert note_thread(words, 0, 3) == -1
 
 
 # ── hangs ────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -169,9 +170,9 @@ def test_a_server_hangs_whose_engine_ends_no_step(process: Process) -> None:
 
 def test_one_long_call_without_an_engine_is_no_hang(process: Process) -> None:
     handles = [process.open_request(), process.open_request()]
-    thread_ids.note_thread(process.writer.threads, handles[0], process.began)
+    note_thread(process.writer.threads, handles[0], process.began)
     process.find(0)
     assert find_hang([process.conditions], process.began + 2 * HUNG_NS) is None
-    thread_ids.note_thread(process.writer.threads, handles[1], process.began)
+    note_thread(process.writer.threads, handles[1], process.began)
     process.find(0)
     assert find_hang([process.conditions], process.began + 2 * HUNG_NS) == Hang(process.began, 2)

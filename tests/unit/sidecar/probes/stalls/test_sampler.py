@@ -11,12 +11,13 @@ from otel_infer.ringbuffer.native import native
 from otel_infer.sidecar.probes.stalls import sampler
 from otel_infer.sidecar.probes.stalls.conditions import Stall
 from otel_infer.sidecar.probes.stalls.sampler import StallSampler
+from otel_infer.sidecar.probes.stalls.stack_text import Frame
 
 pytestmark = pytest.mark.skipif(native is None, reason="the compiled module is missing")
 MS = 1_000_000
 SECOND = 1000 * MS
-DUMP = 'Thread 0x0000000000001000 (most recent call first):\n  File "/srv/app.py", line 31 in lookup\n'
-THREAD = (0x1000 >> 6) << 22 | 1
+THREAD, OTHER = 101, 102
+STACK = (Frame("/srv/app.py", 31, "lookup"),)
 
 
 class Process:
@@ -26,8 +27,8 @@ class Process:
 
     def __init__(self) -> None:
         self.stalls: list[Stall] = []
-        self.signals = 0
-        self.text = DUMP
+        self.signals = self.bytes_read = 0
+        self.bytes_per_stack = 200
         self.waiting: list[int] = []
         self.last_step_at = self.last_end_at = 0
 
@@ -43,12 +44,16 @@ class Process:
         return self.waiting
 
     # of the dump
-    def request(self) -> bool:
-        self.signals += 1
-        return True
+    def find_thread(self, own_id: int) -> int:
+        return own_id
 
-    def read(self) -> str:
-        return self.text
+    def list_threads(self, running_only: bool = False) -> list[int]:
+        return [THREAD, OTHER]
+
+    def read_stack(self, thread: int) -> tuple[Frame, ...]:
+        self.signals += 1
+        self.bytes_read += self.bytes_per_stack
+        return STACK if thread == THREAD else ()
 
     def waits_for_futex(self, thread: int) -> bool:
         return False
@@ -88,15 +93,18 @@ def test_nothing_is_signalled_while_nothing_is_late(site: Site) -> None:
     assert site.found == []
 
 
-def test_the_code_of_a_late_thread_is_recorded_at_the_next_look(site: Site) -> None:
+def test_the_code_of_a_late_thread_is_recorded(site: Site) -> None:
     site.process.stalls = [late(handle=9)]
-    assert site.look(0) == 1 and site.found == []
-    site.process.stalls = []
-    site.look(100)
+    assert site.look(0) == 1
     located = events.CodeLocated(
         10 * SECOND, 10 * SECOND, events.STALLED_REQUEST, "lookup", "/srv/app.py", 31, "", "", ""
     )
     assert site.found == [events.RecordedEvent(1, 9, located)]
+
+
+def test_a_thread_without_a_stack_has_no_code(site: Site) -> None:
+    site.process.stalls = [late(thread=OTHER)]
+    assert site.look(0) == 1 and site.found == []
 
 
 def test_a_long_stall_is_sampled_after_one_two_and_four_seconds(site: Site) -> None:
@@ -107,18 +115,18 @@ def test_a_long_stall_is_sampled_after_one_two_and_four_seconds(site: Site) -> N
 def test_another_stall_is_sampled_at_once(site: Site) -> None:
     site.process.stalls = [late()]
     site.look(0)
-    site.process.stalls = [late(), late(50, thread=THREAD + 1)]
+    site.process.stalls = [late(), late(50, thread=OTHER)]
     assert site.look(100) == 2
 
 
 def test_stacks_have_a_budget(site: Site) -> None:
-    site.process.text = DUMP + " " * 100_000  # 15 ms in the server
+    site.process.bytes_per_stack = 100_000  # 15 ms in the server
     signals = 0
     for at in range(0, 60_000, 200):
         site.process.stalls = [late(at)]
         signals = site.look(at)
-    # 50 ms that were saved up, and 0.3 ms a second.
-    assert 4 <= signals <= 6
+    # 80 ms that were saved up, and 0.3 ms a second.
+    assert 5 <= signals <= 8
 
 
 def test_a_server_that_hangs_has_all_stacks(site: Site) -> None:
@@ -136,7 +144,7 @@ def test_a_server_that_hangs_has_all_stacks(site: Site) -> None:
 
 def test_an_error_ends_the_sampling_and_not_the_sidecar(site: Site) -> None:
     site.process.stalls = [late()]
-    site.process.request = lambda: 1 // 0  # type: ignore[method-assign]
+    site.process.find_thread = lambda own_id: 1 // 0  # type: ignore[method-assign]
     site.look(0)
     site.sampler.sleep(1)
     assert site.process.signals == 0

@@ -20,7 +20,6 @@ from otel_infer.ringbuffer.native import native
 from otel_infer.ringbuffer.process_rings import ProcessRings
 from otel_infer.ringbuffer.stack_signal import find_free_signal
 from otel_infer.sidecar.probes.stalls.stack_dump import StackDump
-from otel_infer.sidecar.probes.stalls.stack_text import parse_stacks
 
 pytestmark = pytest.mark.skipif(
     native is None or not hasattr(os, "pidfd_open"), reason="no compiled module, or no pidfd"
@@ -79,10 +78,9 @@ class Server:
         return int(self.rings.reader.header.words[layout.W_STACK_SIGNAL])
 
     def read_functions(self) -> list[str]:
-        until = time.monotonic() + 5
-        while not (stacks := parse_stacks(self.dump.read())) and time.monotonic() < until:
-            time.sleep(0.01)
-        return [frame.function for stack in stacks for frame in stack.frames]
+        """Returns the functions of the main thread, innermost first."""
+        thread = self.dump.find_thread(self.process.pid)
+        return [frame.function for frame in self.dump.read_stack(thread)] if thread else []
 
 
 @pytest.fixture
@@ -95,15 +93,38 @@ def server(tmp_path: Path) -> Iterator[Server]:
 
 
 def test_the_stacks_of_a_process_are_read(server: Server) -> None:
-    assert server.dump.request()
     assert server.read_functions() == ["wait_for_command", "<module>"]
+
+
+def test_the_stack_of_each_thread_is_its_own(server: Server) -> None:
+    server.run(
+        "done = threading.Event(); worker = threading.Thread(target=done.wait, daemon=True); worker.start()"
+    )
+    assert server.read_functions()[0] == "wait_for_command"
+    main, worker = server.dump.list_threads()
+    assert main == server.process.pid
+    assert [frame.function for frame in server.dump.read_stack(worker)][:2] == ["wait", "wait"]
+    assert server.dump.waits_for_futex(worker) and not server.dump.waits_for_futex(main)
+    assert server.dump.list_threads(running_only=True) == []
+
+
+def test_a_thread_without_python_code_is_signalled_once(server: Server) -> None:
+    server.run("import _thread, ctypes; libc = ctypes.CDLL(None); start = libc.pthread_create")
+    server.run(
+        "thread = ctypes.c_void_p(); start(ctypes.byref(thread), None, libc.sleep, ctypes.c_void_p(60)) and 1 / 0"
+    )
+    server.read_functions()
+    (other,) = [thread for thread in server.dump.list_threads() if thread != server.process.pid]
+    before = server.dump.signals
+    assert server.dump.read_stack(other) == server.dump.read_stack(other) == ()
+    assert server.dump.signals == before + 1
 
 
 def test_a_handler_of_the_program_wins(server: Server) -> None:
     before = server.number
     server.run("signal.signal(number, lambda *a: handled.append(a))")
     assert server.number not in (0, before)
-    assert server.dump.request() and server.read_functions()[0] == "wait_for_command"
+    assert server.read_functions()[0] == "wait_for_command"
     server.run("assert not handled; os.kill(os.getpid(), number); assert len(handled) == 1")
 
 
@@ -113,7 +134,7 @@ def test_faulthandler_of_the_program_wins(server: Server, tmp_path: Path) -> Non
         f"theirs = open({str(tmp_path / 'theirs')!r}, 'w'); faulthandler.register(number, file=theirs)"
     )
     assert server.number not in (0, before)
-    assert server.dump.request() and server.read_functions()
+    assert server.read_functions()
     assert (tmp_path / "theirs").read_text() == ""
 
 
@@ -128,7 +149,7 @@ def test_faulthandler_of_the_program_wins(server: Server, tmp_path: Path) -> Non
 )
 def test_a_process_without_our_handler_is_not_signalled(server: Server, change: str) -> None:
     server.run(change)
-    assert not server.dump.request()
+    assert server.read_functions() == []
 
 
 def test_a_signal_after_the_end_of_recording_does_nothing(server: Server) -> None:
@@ -137,10 +158,10 @@ def test_a_signal_after_the_end_of_recording_does_nothing(server: Server) -> Non
 
 
 def test_a_dead_process_is_not_signalled(server: Server) -> None:
-    assert server.dump.request()
+    assert server.read_functions()
     server.process.kill()
     server.process.wait()
-    assert not server.dump.request()
+    assert server.read_functions() == []
 
 
 def test_a_forked_child_has_a_file_of_its_own(server: Server, tmp_path: Path) -> None:
@@ -150,7 +171,7 @@ def test_a_forked_child_has_a_file_of_its_own(server: Server, tmp_path: Path) ->
         time.sleep(0.02)
     server.run("os.kill(child, 9); os.waitpid(child, 0)")
     assert len(list(tmp_path.glob("*.stacks"))) == 2
-    assert server.dump.request() and server.read_functions()[0] == "wait_for_command"
+    assert server.read_functions()[0] == "wait_for_command"
 
 
 def test_used_signals_are_not_free() -> None:
