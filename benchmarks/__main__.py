@@ -38,6 +38,7 @@ SECTIONS = (
     "slow_collector",
     "memory",
     "truth",
+    "blocked_truth",
 )
 ONLY_IF_NAMED = ("vllm_scheduler", "vllm", "whole")
 """Sections that run only if `--only` names them: two have a Python environment of their own, one takes hours."""
@@ -47,7 +48,7 @@ MODULES = {
     "vllm": "vllm_serving",
     "whole": "whole.section",
 }
-EXCLUDED_FROM_QUICK = ("truth",)
+EXCLUDED_FROM_QUICK = ("truth", "blocked_truth")
 KEEPS_OWN_CORES_AWAKE = ("slow_collector", "simulated_loop")
 """Sections that choose which cores are kept awake. The simulated loop never sleeps, and a loop on its core would delay
 it by a tick at times. Beside the slow collector there is none: the loop would get the share of the sleeping engine's

@@ -3,7 +3,7 @@
     python benchmarks/truth.py [--requests N] [--concurrency N] [--client ours|guidellm|aiperf] [--json FILE] [--report]
 
 Our client shares no code with otel_infer and sends a `traceparent`, so each request is compared with its own trace.
-GuideLLM and AIPerf send none, so distributions are compared. The control is the delay with which a thread of the client
+Servers whose requests wait before they are read are measured by `blocked_truth`. GuideLLM and AIPerf send none, so distributions are compared. The control is the delay with which a thread of the client
 wakes up.
 """
 

@@ -43,8 +43,8 @@ def run_draw(server: Server, fault: str, number: int, folder: Path) -> dict[str,
         if case.database_s:
             database = stack.enter_context(companions.SlowDatabase(case.database_s))
             mistakes["database_port"] = database.port
-        process = _start_server(server, case, folder, port, model, mistakes)
-        stack.callback(_stop_server, process)
+        process = start_server(server, case, folder, port, model, mistakes)
+        stack.callback(stop_server, process)
         if not wait_until_healthy(f"http://127.0.0.1:{port}", lambda: process.poll() is None, READY_S):
             raise RuntimeError(f"{server.name} did not start, see {folder / 'server.log'}")
         warm = [faults.TimedRequest(0.1 * i, 20, min(server.tokens[1], 8)) for i in range(4)]
@@ -85,9 +85,10 @@ def make_encoder(folder: Path) -> None:
     save_model(folder, BertModel(config).eval(), tokenizer)
 
 
-def _start_server(
+def start_server(
     server: Server, case: faults.Case, folder: Path, port: int, model: Path, mistakes: dict[str, Any]
 ) -> subprocess.Popen[bytes]:
+    """Starts a server under `otel-infer run --tape`; the tape and its log are in `folder`."""
     values = {"{port}": str(port), "{model}": str(model), "{mistakes}": json.dumps(mistakes)}
     command = [values.get(part, part) for part in (*server.command, *case.arguments)]
     run = [sys.executable, "-m", "otel_infer", "run", "--tape", str(folder / "server.tape"), "--"]
@@ -102,7 +103,8 @@ def _start_server(
         return subprocess.Popen([*run, *command], env=environ, stdout=log, stderr=log)
 
 
-def _stop_server(process: subprocess.Popen[bytes]) -> None:
+def stop_server(process: subprocess.Popen[bytes]) -> None:
+    """Ends a server, so that its tape is complete."""
     process.terminate()
     try:
         process.wait(STOP_S)

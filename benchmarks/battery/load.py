@@ -76,7 +76,7 @@ class Load:
         connection = await self._connect(request)
         reader, writer = await asyncio.open_connection(sock=connection, limit=1 << 14)
         try:
-            body = json.dumps(self._make_body(request)).encode()
+            body = json.dumps(self.make_body(request)).encode()
             head = (
                 f"POST {PATHS[self.kind]} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
                 f"connection: close\r\ncontent-length: {len(body)}\r\n\r\n"
@@ -100,7 +100,8 @@ class Load:
         await asyncio.get_running_loop().sock_connect(connection, ("127.0.0.1", self.port))
         return connection
 
-    def _make_body(self, request: TimedRequest) -> dict[str, Any]:
+    def make_body(self, request: TimedRequest) -> dict[str, Any]:
+        """Returns the body of a request."""
         text = f"{random.getrandbits(32):08x} " + (WORDS * (request.words // 12 + 1))
         text = " ".join(text.split()[: request.words])
         if self.kind == "embeddings":

@@ -8,15 +8,17 @@ The servers are those of the battery. Exit status 1 if a request failed, or a se
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 from benchmarks.battery import faults
@@ -45,7 +47,11 @@ class Outcome(NamedTuple):
 
 
 def send_signals_under_load(
-    folder: Path, command: Sequence[str], send: Callable[[int], list[str]], count: int
+    folder: Path,
+    command: Sequence[str],
+    send: Callable[[int], list[str]],
+    count: int,
+    variables: Mapping[str, str] = MappingProxyType({}),
 ) -> Outcome:
     """Starts a server, and signals its processes while `send` sends requests until all signals are sent.
 
@@ -54,7 +60,8 @@ def send_signals_under_load(
     """
     rings, port = directory.create_server_folder(token=f"signals-{folder.name}"), find_free_port()
     run = [sys.executable, "-m", "otel_infer", "run", "--tape", str(folder / "server.tape"), "--"]
-    environ = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "OTEL_INFER_RINGS": str(rings), **VARIABLES}
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("OTEL_")}
+    environ = {**kept, "PYTHONPATH": str(ROOT), "OTEL_INFER_RINGS": str(rings), **VARIABLES, **variables}
     with (folder / "server.log").open("wb") as log:
         process = subprocess.Popen(
             [*run, *(part.replace("{port}", str(port)) for part in command)],
@@ -121,7 +128,9 @@ def signal_battery_server(server: Server, folder: Path, count: int) -> Outcome:
         return ["" if answer.status == 200 else f"status {answer.status}" for answer in answers]
 
     values = {"{model}": str(model), "{mistakes}": "{}"}
-    return send_signals_under_load(folder, [values.get(part, part) for part in server.command], send, count)
+    return send_signals_under_load(
+        folder, [values.get(part, part) for part in server.command], send, count, server.variables
+    )
 
 
 def main() -> int:

@@ -20,6 +20,7 @@ import logging
 import os
 import signal
 import threading
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,7 @@ class StackSignal:
         self._file = -1
         self._words: Any = None
         self._lock = threading.Lock()
+        self._ignored: set[int] = set()
 
     def start(self, arena: Arena, name: str, words: Any) -> None:
         """Registers the handler of this process, whose rings have this name; it takes the place of the last one.
@@ -56,7 +58,7 @@ class StackSignal:
             with self._lock:
                 self.stop()
                 self._open_file(arena.directory / (name + layout.SUFFIX_STACKS))
-                self._register(words, find_free_signal())
+                self._register(words, find_free_signal(known=self._ignored))
         except (OSError, RuntimeError, ValueError) as error:
             log.debug("no stacks of this process: %s", error)
 
@@ -82,7 +84,7 @@ class StackSignal:
         words, self._number = self._words, 0
         words[layout.W_STACK_SIGNAL] = 0
         faulthandler.unregister(number)
-        other = find_free_signal(number)
+        other = find_free_signal(number, self._ignored)
         if other:
             self._register(words, other)
 
@@ -93,19 +95,26 @@ class StackSignal:
         if not number:
             return
         native.ignore_signal(number)
+        self._ignored.add(number)
         faulthandler.register(number, file=self._file, all_threads=False, chain=False)
         self._number, self._words = number, words
         words[layout.W_STACK_FILE] = self._file
         words[layout.W_STACK_SIGNAL] = number
 
 
-def find_free_signal(excluded: int = 0) -> int:
-    """Returns a real-time signal that this process does not use; 0 = there is none. Raises `OSError` without /proc."""
-    used = 0
+def find_free_signal(excluded: int = 0, known: Collection[int] = ()) -> int:
+    """Returns a real-time signal that this process does not use; 0 = there is none. Raises `OSError` without /proc.
+
+    `known`: signals that were ignored here before; they are free unless something else handles or blocks them.
+    """
+    masks = {}
     for line in Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines():
         if line.startswith(_STATUS_MASKS):
-            used |= int(line.split()[1], 16)
+            name, mask = line.split()
+            masks[name] = int(mask, 16)
+    blocked, ignored, caught = (masks.get(name, 0) for name in _STATUS_MASKS)
     for number in range(signal.SIGRTMAX - _MARGIN, signal.SIGRTMIN + _MARGIN, -1):
+        used = blocked | caught | (0 if number in known else ignored)
         if number != excluded and not used >> (number - 1) & 1:
             return number
     return 0

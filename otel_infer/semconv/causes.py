@@ -42,6 +42,7 @@ CAUSE_GPU_THROTTLED = "gpu_throttled"
 CAUSE_STARVED = "starved"
 CAUSE_PAGE_FAULTS = "page_faults"
 CAUSE_BLOCKED = "blocked"
+CAUSE_RAN_LONGER = "ran_longer"
 CAUSE_PAUSE = "pause"
 CAUSE_UNEXPLAINED = "unexplained"
 
@@ -275,6 +276,13 @@ CAUSE_TABLE = (
         CAUSE_BLOCKED, GROUP_STALL, "#e39ab0",
         "the engine's thread waited for a lock, the GIL, a disk or the device",
         "find what it waits for (py-spy dump): a lock, another thread that holds the GIL, a slow disk, or the device",
+        slows_decode=True,
+        sampled=(LATE_STEP,),
+    ),
+    Cause(
+        CAUSE_RAN_LONGER, GROUP_STALL, "#d2a79b",
+        "the engine's thread was on a CPU for longer than such steps usually take",
+        "see which code the engine calls in its steps; else fewer threads beside it, which share its caches, memory and clock",
         slows_decode=True,
         sampled=(LATE_STEP,),
     ),

@@ -196,6 +196,7 @@ NOT_SHOWN: dict[str, str] = {
     semconv.HTTP_REQUEST_DURATION.name: "dashboards for any HTTP server show it",
     semconv.KV_BLOCK_SIZE.name: "it never changes, and the headroom that follows from it is shown",
     semconv.SELF_RESTARTS.name: "it is 0, and the alert SidecarRestarted reports its change",
+    semconv.REQUEST_HUNG.name: "it is 0, and the alert ServerHangs reports its change",
     semconv.SERVER_STOPPED.name: "the alert ServerGone reads it, after the server is gone",
 }
 """Metrics on no dashboard, with the reason."""

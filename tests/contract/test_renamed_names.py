@@ -40,7 +40,7 @@ VOLATILE = (
     "infer.server.stopped",
 )
 """Figures of this process, and counts that were added since: losses by reason, and what became of requests."""
-ADDED = (semconv.HTTP_REQUEST_DURATION.name,)
+ADDED = semconv.HTTP_REQUEST_DURATION.name, semconv.REQUEST_HUNG.name
 """Metrics that the earlier release did not have."""
 BEGIN_AT_ZERO = ("infer.marks", "infer.request.preemptions")
 """Counters that have a series before their first event."""

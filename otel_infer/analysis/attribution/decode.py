@@ -106,7 +106,7 @@ def _name_columns(costs: StepCosts, waited: Any) -> dict[str, Any]:
 def _move_stalls(
     columns: dict[str, Any], warmup_rows: Any, warmup_ns: Any, delays: _ThreadDelayColumns | None, idle: Any
 ) -> None:
-    """Moves stalls to `warmup` and `blocked`, and adds what warmup and thread delays took before."""
+    """Moves stalls to `warmup`, `blocked` and `ran_longer`, and adds what warmup and thread delays took before."""
     stalled = columns[semconv.CAUSE_UNEXPLAINED]
     if len(warmup_rows):
         columns[semconv.CAUSE_WARMUP] = warmup = _move_rows(warmup_rows, [stalled])
@@ -114,7 +114,19 @@ def _move_stalls(
     if delays is not None:
         columns[semconv.CAUSE_STARVED] = delays.starved_ns
         columns[semconv.CAUSE_PAGE_FAULTS] = delays.faulted_ns
+        longer = _take_longer_runs(stalled, delays.longer_share, idle)
         columns[semconv.CAUSE_BLOCKED] = _move_to_blocked(stalled, delays.blocked_share, idle)
+        stalled -= np.minimum(longer, stalled)
+        columns[semconv.CAUSE_RAN_LONGER] = longer
+
+
+def _take_longer_runs(stalled: Any, longer_share: Any, idle: Any) -> Any:
+    """Returns the part of each stall in which the engine's thread was on a CPU longer than usual.
+
+    Where device idle time is known there is none: such a run shows as idle time of the device, or it delays nothing.
+    """
+    longer = (longer_share * stalled).astype(np.int64)
+    return longer if idle is None else np.where(idle < 0, longer, 0)
 
 
 def _move_to_blocked(stalled: Any, blocked_share: Any, idle: Any) -> Any:
@@ -177,12 +189,14 @@ def _split_resubmit_wait(records: list[RequestRecord], steps: _DecodeSteps, wait
 class _ThreadDelayColumns(NamedTuple):
     """The part of each step that thread delays explain: ns without a CPU, ns of page faults.
 
-    `blocked_share`: the share of the remaining stall in which the thread was blocked.
+    `blocked_share`, `longer_share`: the shares of the remaining stall in which the thread was blocked, and in which it
+    was on a CPU longer than usual.
     """
 
     starved_ns: Any
     faulted_ns: Any
     blocked_share: Any
+    longer_share: Any
 
 
 def _take_thread_delays(
@@ -197,7 +211,7 @@ def _take_thread_delays(
         return None
     number = len(costs.excess_ns)
     explained = np.zeros((2, number), np.int64)
-    blocked = np.zeros(number)
+    blocked, longer = np.zeros((2, number))
     usual = np.ones(number)
     usual[unusual] = 0
     for i, delays in delayed:
@@ -205,12 +219,13 @@ def _take_thread_delays(
         shares = delays.delay_shares(steps.began[own_rows], steps.until[own_rows])
         known = np.array(shares[:2]) * usual[own_rows]
         blocked[own_rows] = shares.blocked * usual[own_rows]
+        longer[own_rows] = shares.longer * usual[own_rows]
         for column in (costs.interference_ns, costs.excess_ns):
             explained_ns = (known * column[own_rows]).astype(np.int64)
             explained[:, own_rows] += explained_ns
             column[own_rows] -= explained_ns.sum(axis=0)
     starved_ns, faulted_ns = explained
-    return _ThreadDelayColumns(starved_ns, faulted_ns, blocked)
+    return _ThreadDelayColumns(starved_ns, faulted_ns, blocked, longer)
 
 
 def _take_warmup(records: list[RequestRecord], steps: _DecodeSteps, costs: StepCosts) -> tuple[Any, Any]:

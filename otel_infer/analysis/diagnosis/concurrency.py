@@ -23,6 +23,7 @@ _SHARED_CAUSES = (
     semconv.CAUSE_DECODE,
     semconv.CAUSE_STARVED,
     semconv.CAUSE_BLOCKED,
+    semconv.CAUSE_RAN_LONGER,
 )
 """Causes that grow if generations share cores and the GIL."""
 _PERCENTILES = (10, 90)

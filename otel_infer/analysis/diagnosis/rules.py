@@ -60,7 +60,8 @@ from otel_infer.semconv import causes
 
 HEALTHY, INSUFFICIENT = "healthy", "insufficient"
 """Verdicts that name no symptom."""
-MAX_UNEXPLAINED_SHARE = 0.5
+MAX_UNEXPLAINED_SHARE, _NOTICEABLE_UNEXPLAINED_SHARE = 0.5, 0.1
+"""Share of the weighed time that may be unexplained without a complaint, and beside complaints with less time."""
 MAX_UNCLASSIFIED_SHARE = 0.4
 """Share of the slow requests' time that one cause may have without a symptom that covers it."""
 _OF_ALL = "the time of all requests"
@@ -138,9 +139,11 @@ def _choose_verdict(
     ]
     weighted = _keep_largest_of_kind(sorted(weighted, key=lambda finding: -finding.weight))
     uncovered = measure(UNCOVERED)
-    if uncovered > max([finding.weight for finding in weighted], default=MAX_UNEXPLAINED_SHARE):
-        note = _describe_uncovered([served[row] for row in time.slow], uncovered, weighed)
-        return Diagnosis(INSUFFICIENT, len(served), [], cause_shares, note, weighed)
+    if uncovered > max([finding.weight for finding in weighted], default=0.0):
+        if uncovered > (_NOTICEABLE_UNEXPLAINED_SHARE if weighted else MAX_UNEXPLAINED_SHARE):
+            note = _describe_uncovered([served[row] for row in time.slow], uncovered, weighed)
+            return Diagnosis(INSUFFICIENT, len(served), [], cause_shares, note, weighed)
+        weighted = []  # each has less time than a small rest that is not covered
     if weighted:
         located = [
             finding._replace(evidence=[*finding.evidence, *describe_code(served, finding.cause)])

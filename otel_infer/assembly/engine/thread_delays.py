@@ -6,12 +6,13 @@ an excess over their estimate (`step_cost`). The sample explains part of that ex
     starved       the thread was runnable and had no CPU
     page faults   the kernel mapped memory page by page
     blocked       the thread was not runnable (lock, GIL, disk, device) and ran no longer than usual
+    ran longer    the thread was on a CPU for longer than such steps usually take
 
 A page fault costs the thread's system time divided by its faults, at most 4 µs. Where the steps show it, the
 cost is up to twice that.
 
 Every step with an excess gets the same shares of its excess. The error: a delay within a sample is divided
-among its steps by their excess. Where the thread itself ran longer, no cause is given.
+among its steps by their excess.
 """
 
 from __future__ import annotations
@@ -46,14 +47,15 @@ _NEVER, _LAST_INSTANT = 1 << 63, (1 << 63) - 1
 
 
 class DelayShares(NamedTuple):
-    """Shares of a step's excess, as numbers or columns; `blocked` is a share of the remaining excess."""
+    """Shares of a step's excess, as numbers or columns; `blocked` and `longer` are shares of the remaining excess."""
 
     starved: Any
     faulted: Any
     blocked: Any
+    longer: Any
 
 
-_NO_DELAY = DelayShares(0.0, 0.0, 0.0)
+_NO_DELAY = DelayShares(0.0, 0.0, 0.0, 0.0)
 
 
 def compute_error_margin(typical: Any, spread: Any) -> Any:
@@ -139,7 +141,7 @@ class ThreadDelays(KnownDelays):
 
     def __init__(self) -> None:
         self._pending: deque[ThreadSeen] = deque(maxlen=MAX_PENDING)
-        super().__init__(np.zeros(CAPACITY, np.int64), np.zeros((3, CAPACITY)), np.zeros((2, CAPACITY)))
+        super().__init__(np.zeros(CAPACITY, np.int64), np.zeros((4, CAPACITY)), np.zeros((2, CAPACITY)))
         self._sample_count = 0
         self._frozen: KnownDelays | None = None
         self.due = _NEVER
@@ -334,6 +336,6 @@ def _compute_shares(sample: ThreadSeen, fault_ns: float, excess: _Excess | None)
     longer = max(sample.ran_ns - excess.usual - faulted, 0.0)
     slept = max(_off_cpu(sample) - sample.waited_ns, 0)
     blocked = min(max(remaining - longer, 0.0), slept)
-    return DelayShares(
-        starved / excess.total, faulted / excess.total, blocked / remaining if remaining else 0.0
-    )
+    longer = min(longer, max(remaining - blocked, 0.0))
+    of_remaining = (blocked / remaining, longer / remaining) if remaining else (0.0, 0.0)
+    return DelayShares(starved / excess.total, faulted / excess.total, *of_remaining)

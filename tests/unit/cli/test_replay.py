@@ -91,6 +91,7 @@ def test_json_request_has_lengths_in_ms(path: Path, capsys: pytest.CaptureFixtur
             "ingress": 2.0,
             "egress": 7.0,
         },
+        "code": [],
         "decode_steps": 3,
         "infer.telemetry.lost": False,
     }

@@ -12,6 +12,7 @@ from otel_infer.assembly.engine.thread_delays import CAPACITY, MAX_PENDING, Thre
 from otel_infer.ringbuffer.events import ThreadRan, ThreadSeen
 
 MS = 1_000_000
+NONE = (0, 0, 0, 0)
 COSTS = StepCostModel(8 * MS, 0.5 * MS, 0.1 * MS, 100)  # of four sequences: 10 ms
 
 
@@ -30,8 +31,8 @@ def sample(until: float, since: float, *, ran=0.0, waited=0.0, system=0.0, fault
     return ThreadSeen(*ns, faults)
 
 
-def delays_by_step(seen: ThreadSeen, steps: np.ndarray) -> list[tuple[float, float, float]]:
-    """Returns the ms of each step: (starved, faulted, blocked)."""
+def delays_by_step(seen: ThreadSeen, steps: np.ndarray) -> list[tuple[float, float, float, float]]:
+    """Returns the ms of each step: (starved, faulted, blocked, ran longer)."""
     delays = ThreadDelays()
     delays.add_sample(seen)
     delays.resolve_samples(steps, COSTS, final=True)
@@ -44,37 +45,42 @@ def delays_by_step(seen: ThreadSeen, steps: np.ndarray) -> list[tuple[float, flo
 
 def test_waiting_for_a_cpu_is_starved() -> None:
     seen = sample(50, 0, ran=30, waited=20)
-    assert delays_by_step(seen, table(10, 30, 10)) == [(0, 0, 0), (20, 0, 0), (0, 0, 0)]
+    assert delays_by_step(seen, table(10, 30, 10)) == [NONE, (20, 0, 0, 0), NONE]
 
 
 def test_page_faults_cost_their_kernel_time() -> None:
     seen = sample(40, 0, ran=40, system=20, faults=10_000)  # 2 µs each
-    assert delays_by_step(seen, table(20, 20)) == [(0, 10, 0), (0, 10, 0)]
+    assert delays_by_step(seen, table(20, 20)) == [(0, 10, 0, 0)] * 2
 
 
 def test_page_fault_cost_is_capped() -> None:
     seen = sample(40, 0, ran=40, system=20, faults=1000)
-    assert delays_by_step(seen, table(20, 20)) == [(0, 2, 0), (0, 2, 0)]
+    assert delays_by_step(seen, table(20, 20)) == [(0, 2, 0, 10)] * 2  # the rest is the thread's own
 
 
 def test_thread_neither_running_nor_runnable_is_blocked() -> None:
     seen = sample(60, 0, ran=20)
-    assert delays_by_step(seen, table(10, 40, 10)) == [(0, 0, 0), (0, 0, 30), (0, 0, 0)]
+    assert delays_by_step(seen, table(10, 40, 10)) == [NONE, (0, 0, 30, 0), NONE]
 
 
-def test_thread_that_ran_longer_has_no_delay() -> None:
+def test_time_on_a_cpu_beyond_the_usual_is_ran_longer() -> None:
     seen = sample(60, 0, ran=60)
-    assert delays_by_step(seen, table(10, 40, 10)) == [(0, 0, 0)] * 3
+    assert delays_by_step(seen, table(10, 40, 10)) == [NONE, (0, 0, 0, 30), NONE]
+
+
+def test_a_stall_is_divided_into_blocked_and_ran_longer() -> None:
+    seen = sample(60, 0, ran=42)  # 30 of them are usual
+    assert delays_by_step(seen, table(10, 40, 10)) == [NONE, (0, 0, 18, 12), NONE]
 
 
 def test_long_prompt_on_the_device_is_not_blocked() -> None:
     seen = sample(60, 0, ran=5)
-    assert delays_by_step(seen, table(10, 40, 10, prompts=(2,))) == [(0, 0, 0)] * 3
+    assert delays_by_step(seen, table(10, 40, 10, prompts=(2,))) == [NONE] * 3
 
 
 def test_steps_of_normal_length_have_no_delay() -> None:
     seen = sample(30, 0, ran=5, waited=25)
-    assert delays_by_step(seen, table(10, 10, 10)) == [(0, 0, 0)] * 3
+    assert delays_by_step(seen, table(10, 10, 10)) == [NONE] * 3
 
 
 def test_wait_reported_at_its_end_covers_earlier_samples() -> None:

@@ -1036,7 +1036,9 @@ def test_each_metric_is_exported_as_declared() -> None:
         by_value = metric.name.startswith(
             ("infer.self.", "infer.server.", "hw.", "infer.gpu.", "infer.device.memory.")
         )
-        if by_value or metric in (semconv.REQUEST_ACTIVE, semconv.ENGINE_WAITING, semconv.PINNED_MEMORY):
+        if by_value or metric in (
+            semconv.REQUEST_ACTIVE, semconv.REQUEST_HUNG, semconv.ENGINE_WAITING, semconv.PINNED_MEMORY,
+        ):  # fmt: skip
             metrics.set_value(metric, dict.fromkeys(metric.attributes, "x"), 1)
     collected = add_and_collect(metrics, aborted, preempted)
     kinds = {"histogram": "histogram", "counter": "sum", "updowncounter": "sum", "gauge": "gauge"}
