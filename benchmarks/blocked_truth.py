@@ -123,7 +123,9 @@ async def _exchange(load: Load, trace: str) -> None:
         f"traceparent: 00-{trace}-{secrets.token_hex(8)}-01\r\ncontent-length: {len(body)}\r\n\r\n"
     )
     writer.write(head.encode() + body)
-    answer = await reader.read()
-    writer.close()
-    if b" 200 " not in answer.partition(b"\r\n")[0]:
+    answer = await reader.readuntil(b"\r\n\r\n")
+    length = answer.lower().partition(b"content-length:")[2].split(None, 1)
+    if b" 200 " not in answer.partition(b"\r\n")[0] or not length:
         raise RuntimeError(f"the server answered {answer[:80]!r}")
+    await reader.readexactly(int(length[0]))  # the answer is complete, whenever the server closes the connection
+    writer.close()
