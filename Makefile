@@ -14,7 +14,7 @@ export PIP_NO_BINARY := urllib3-future
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all test-pythons test-oldest test-vllm test-stack fuzz browser tools bench bench-peers bench-vllm bench-whole bench-whole-vllm lint format wheel clean
+.PHONY: help demo test test-all test-pythons test-oldest test-vllm test-stack battery fuzz browser tools bench bench-peers bench-vllm bench-whole bench-whole-vllm lint format wheel clean
 
 help:  ## this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -42,6 +42,9 @@ endif
 
 test-stack: $(VENV)/.dev $(VENV)-vllm/.dev tools  ## real servers, scraped by a real Prometheus: every panel, every alert
 	$(BIN)/python -m pytest tests/stack $(ARGS)
+
+battery: $(VENV)/.dev  ## faults on real servers, and the verdict on each: ARGS="--sample 6" for six cells, hours for all
+	$(BIN)/python -m benchmarks.battery $(ARGS)
 
 fuzz: $(VENV)/.dev  ## what comes from outside, damaged at random: ten minutes, ARGS="--seconds 60" for one
 	$(BIN)/python -m tests.fuzz $(or $(strip $(ARGS)),--seconds 600)

@@ -127,5 +127,5 @@ async def _exchange(load: Load, trace: str) -> None:
     length = answer.lower().partition(b"content-length:")[2].split(None, 1)
     if b" 200 " not in answer.partition(b"\r\n")[0] or not length:
         raise RuntimeError(f"the server answered {answer[:80]!r}")
-    await reader.readexactly(int(length[0]))  # the answer is complete, whenever the server closes the connection
+    await reader.readexactly(int(length[0]))  # not until the server closes the connection, which is later
     writer.close()

@@ -19,7 +19,7 @@ LOOP_LATE_NS = 25_000_000
 MIN_LATE_NS = 250_000_000
 USUAL_FACTOR = 4
 SHORT_LATE_NS, REPEATED, REPEATED_WITHIN_NS = 50_000_000, 4, 30_000_000_000
-"""What was late so often, within so much time, is late from 50 ms on."""
+"""Four delays within 30 s are repeated: from then on, 50 ms are late."""
 _REASONS = events.PAUSE_EVENT_LOOP, events.STALLED_STEP, events.STALLED_REQUEST
 _LOOP, _STEP, _REQUEST = range(3)
 _FOLLOWED = tuple(
@@ -29,7 +29,7 @@ _FOLLOWED = tuple(
 
 
 class Stall(NamedTuple):
-    """What is late since `since` (monotonic ns). `thread`: the kernel's id, as its process sees it. `handle`: its request."""
+    """A delay that lasts since `since` (monotonic ns), and its reason. `thread`: the kernel's id, as its process sees it. `handle`: its request."""
 
     reason: str
     since: int
@@ -62,7 +62,7 @@ class Limit:
 
 
 class ProcessConditions:
-    """What is late in one process. Needs the compiled module."""
+    """Conditions of one process. Needs the compiled module."""
 
     def __init__(self, process: ProcessRings) -> None:
         self.process = process

@@ -1,7 +1,7 @@
 """Has a thread of another process write its stack, by a signal that is sent only while the process shows our handler.
 
-Before each signal: the process is the one that holds the lock of its ring, and its pidfd is alive; the signal is caught,
-and the thread does not block it; and the descriptor that the handler writes to is still our file. Linux.
+Before each signal it is checked that the process holds the lock of its ring and its pidfd is alive. The process must
+catch the signal, the thread must not block it, and the handler's descriptor must still be our file. Linux.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from otel_infer.sidecar.probes.stalls.stack_text import Frame, parse_stack
 from otel_infer.sidecar.probes.thread_stats import resolve_thread_id
 
 MAX_STACK_BYTES = 1 << 16
-"""What is read of one stack: faulthandler writes 100 frames at most."""
+"""Bytes that are read of one stack; faulthandler writes 100 frames at most."""
 MAX_FILE_BYTES = 1 << 18
 """A longer file is emptied after a read."""
 WAIT_S, POLL_S = 0.03, 0.0005
@@ -77,7 +77,7 @@ class StackDump:
         return text
 
     def list_threads(self, running_only: bool = False) -> list[int]:
-        """Returns the kernel's ids of the threads, at most 64. `running_only`: those that run, or want a core."""
+        """Returns the kernel's ids of the threads, at most 64. `running_only`: threads that run, or want a core."""
         tasks = self._proc / str(self._pid) / "task"
         try:
             threads = sorted(map(int, os.listdir(tasks)))[: MAX_THREADS if not running_only else None]

@@ -21,7 +21,7 @@ STACK = (Frame("/srv/app.py", 31, "lookup"),)
 
 
 class Process:
-    """What is late in a process (`stalls`), and the signals that it got."""
+    """A process with delays (`stalls`), and the number of its signals."""
 
     ring, path, engines = 1, "x", ()
 
