@@ -74,7 +74,7 @@ class StackSignal:
             os.close(file)
 
     def reset_after_fork(self) -> None:
-        """Forgets the rings of the parent process. Its handler stays, and nobody signals this process yet."""
+        """Forgets the rings of the parent process. Its handler stays, and no sidecar knows this process yet."""
         self._words, self._lock = None, threading.Lock()
 
     def yield_signal(self, number: int) -> None:
@@ -84,6 +84,7 @@ class StackSignal:
         words, self._number = self._words, 0
         words[layout.W_STACK_SIGNAL] = 0
         faulthandler.unregister(number)
+        self._ignored.discard(number)
         other = find_free_signal(number, self._ignored)
         if other:
             self._register(words, other)

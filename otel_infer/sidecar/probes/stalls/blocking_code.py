@@ -78,7 +78,7 @@ class OtherThreads(Protocol):
         ...
 
     def read_running(self) -> Sequence[Stack]:
-        """Returns the stacks of those that run."""
+        """Returns the stacks of the threads that run."""
         ...
 
 
@@ -98,7 +98,7 @@ def find_blocking_code(
     if place is not None and reason == events.PAUSE_EVENT_LOOP and _is_waiting_line(working[0]):
         return BlockingCode(place)  # whatever it waits for, it must not wait on the loop
     if working and waits_for_futex and _NUMERIC.search(working[0].file):
-        return BlockingCode(place) if place is not None else None  # it waits for threads of its own
+        return BlockingCode(place) if place is not None else None  # it waits for the threads of its library
     if _waits_for_thread(working):
         return _name_running(others.read_all(), place)
     if waits_for_futex:

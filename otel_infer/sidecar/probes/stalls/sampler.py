@@ -140,7 +140,7 @@ class StallSampler:
             watched.mark_sampled(stall, now)
             located = (
                 _locate_hang(watched.dump, stall, now)
-                if not stall.thread
+                if stall.reason == events.STALLED_PROCESS
                 else _locate(watched.dump, stall, now)
             )
             if located is not None:

@@ -26,6 +26,7 @@ WAIT_S, POLL_S = 0.03, 0.0005
 """How long a stack is awaited. A thread that sleeps writes it at once; one that runs, when it is interrupted."""
 MAX_THREADS = 64
 MAX_STATUS_BYTES = 1 << 13
+SILENT_S = 30.0
 SAME_S = 0.1
 """For so long a process counts as unchanged."""
 _FUTEX, _RUNNING = "futex", b"R"
@@ -39,18 +40,19 @@ class StackDump:
         self._process, self._proc = process, proc
         self._pidfd = self._file = -1
         self._pid = 0
-        self._silent, self._handled_at = set[int](), -SAME_S
+        self._silent_until, self._handled_at = dict[int, float](), -SAME_S
         self.signals = self.bytes_read = 0
         """Signals that were sent so far, and bytes of the stacks, from which follows what they cost the server."""
 
     def read_stack(self, thread: int) -> tuple[Frame, ...]:
         """Returns the stack of a thread, innermost frame first; () where it cannot be had.
 
-        `thread`: the kernel's id, as seen from here. A thread that wrote none runs no Python code, so it is not
-        signalled again.
+        `thread`: the kernel's id, as seen from here. A thread that wrote none most likely runs no Python code, so it is
+        not signalled again for a while.
         """
         try:
-            if thread in self._silent or not self._open_process() or not self._is_handled(thread):
+            is_silent = time.monotonic() < self._silent_until.get(thread, 0.0)
+            if is_silent or not self._open_process() or not self._is_handled(thread):
                 return ()
             since = os.fstat(self._file).st_size
             native.signal_thread(self._pid, thread, self._process.reader.header.words[layout.W_STACK_SIGNAL])
@@ -59,7 +61,7 @@ class StackDump:
         except OSError:  # the process or the thread has ended, or the kernel forbids it
             return ()
         if not text:
-            self._silent.add(thread)
+            self._silent_until[thread] = time.monotonic() + SILENT_S
         return parse_stack(text)
 
     def _await_text(self, since: int) -> str:

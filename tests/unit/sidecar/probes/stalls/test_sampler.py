@@ -112,6 +112,12 @@ def test_a_long_stall_is_sampled_after_one_two_and_four_seconds(site: Site) -> N
     assert [site.look(at) for at in (0, 900, 1000, 2900, 3000, 6900, 7000)] == [1, 1, 2, 2, 3, 3, 4]
 
 
+def test_a_stall_of_an_unknown_thread_is_no_hang(site: Site) -> None:
+    site.process.stalls = [late(thread=0)]
+    site.look(0)
+    assert site.found == []
+
+
 def test_another_stall_is_sampled_at_once(site: Site) -> None:
     site.process.stalls = [late()]
     site.look(0)

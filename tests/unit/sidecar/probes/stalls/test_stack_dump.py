@@ -39,10 +39,10 @@ words = recorder.requests.words
 number = words[layout.W_STACK_SIGNAL]
 handled = []
 def wait_for_command():
+    print("ready", flush=True)
     for line in sys.stdin:
         exec(line)
         print("done", flush=True)
-print("ready", flush=True)
 wait_for_command()
 """
 
