@@ -104,6 +104,9 @@ def test_the_stack_of_each_thread_is_its_own(server: Server) -> None:
     main, worker = server.dump.list_threads()
     assert main == server.process.pid
     assert [frame.function for frame in server.dump.read_stack(worker)][:2] == ["wait", "wait"]
+    until = time.monotonic() + 5  # the signal ended its wait for a moment
+    while not server.dump.waits_for_futex(worker) and time.monotonic() < until:
+        time.sleep(0.01)
     assert server.dump.waits_for_futex(worker) and not server.dump.waits_for_futex(main)
     assert server.dump.list_threads(running_only=True) == []
 
