@@ -34,10 +34,14 @@ VARIABLES = {
 
 def run_draw(server: Server, fault: str, number: int, folder: Path) -> dict[str, Any]:
     """Runs the draw and returns what the client measured. The tape is in `folder` afterwards."""
-    folder.mkdir(parents=True, exist_ok=True)
     rng = random.Random(f"{server.name} {fault} {number}")
-    case = faults.FAULTS[fault].draw(rng, server)
-    port, model = find_free_port(), make_model(server, folder.parents[1])
+    return run_case(server, faults.FAULTS[fault].draw(rng, server), folder, folder.parents[1])
+
+
+def run_case(server: Server, case: faults.Case, folder: Path, models: Path) -> dict[str, Any]:
+    """Runs a drawn fault, as `run_draw` does. `models`: the folder of the models."""
+    folder.mkdir(parents=True, exist_ok=True)
+    port, model = find_free_port(), make_model(server, models)
     with contextlib.ExitStack() as stack:
         mistakes = dict(case.mistakes)
         if case.database_s:
@@ -93,7 +97,7 @@ def start_server(
     command = [values.get(part, part) for part in (*server.command, *case.arguments)]
     run = [sys.executable, "-m", "otel_infer", "run", "--tape", str(folder / "server.tape"), "--"]
     kept = {name: value for name, value in os.environ.items() if not name.startswith("OTEL_")}
-    environ = {**kept, "PYTHONPATH": str(ROOT), **VARIABLES, **server.variables}
+    environ = {**kept, "PYTHONPATH": str(ROOT), **VARIABLES, **server.variables, **case.variables}
     if case.log_kb_s:
         process = subprocess.Popen([*run, *command], env=environ, stderr=subprocess.PIPE)
         assert process.stderr is not None

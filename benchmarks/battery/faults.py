@@ -20,7 +20,8 @@ SECONDS = 14.0
 class Case:
     """A drawn fault. `mistakes`: of the server. `database_s`: delay of its database; 0 = none. `hogs`: other processes.
 
-    `niceness`: of the hogs. `log_kb_s`: how fast its log is read; 0 = it goes to a file. `arguments`: added to its command.
+    `niceness`: of the hogs. `log_kb_s`: how fast its log is read; 0 = it goes to a file. `arguments`, `variables`: added to
+    its command and environment.
     """
 
     requests: list[TimedRequest]
@@ -30,6 +31,7 @@ class Case:
     niceness: int = 0
     log_kb_s: float = 0.0
     arguments: tuple[str, ...] = ()
+    variables: dict[str, str] = field(default_factory=dict)
 
 
 class Fault(NamedTuple):

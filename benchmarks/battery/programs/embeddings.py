@@ -24,7 +24,7 @@ encoder = SentenceTransformer(modules=[words, models.Pooling(words.get_word_embe
 async def limit_rate(request: Request, call_next: Any) -> Any:
     """Checks the rate limit before each request."""
     if request.method == "POST":
-        made.check_rate_limit(mistakes)
+        await made.limit_request(mistakes)
         made.log_request(mistakes, request.url.path)
     return await call_next(request)
 

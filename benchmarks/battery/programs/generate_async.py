@@ -41,7 +41,7 @@ async def answer_prompt(prompt: str, tokens: int) -> str:
 @app.post("/v1/chat/completions")
 async def complete_chat(body: dict[str, Any]) -> dict[str, Any]:
     """Returns the whole answer to the first message."""
-    made.check_rate_limit(mistakes)
+    await made.limit_request(mistakes)
     made.log_request(mistakes, "chat")
     await asyncio.to_thread(made.look_up_customer, mistakes)
     made.build_history(mistakes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import gc
 import hashlib
@@ -23,7 +24,7 @@ class Mistakes:
     """The faults of the server; none by default. Times in ms, shares of the requests.
 
     `lock` and `semaphore`: how many `generate` calls run at a time. `workers`: threads of the pool in which requests run.
-    `loop_ms`: a blocking call on the event loop. `database_port`: a slow database, queried in a thread. `after_ms`: work
+    `loop_ms`: a blocking call on the event loop; with `off_loop` in a thread. `database_port`: a slow database, queried in a thread. `after_ms`: work
     after the last token. `busy_threads`: threads that compute all the time. `gc_objects`: objects of a heap that is
     collected every `gc_every_ms`. `fresh_mb`: memory that a request maps anew, again and again. `log_bytes`: of a line that
     is logged for each request.
@@ -34,6 +35,7 @@ class Mistakes:
     workers: int = 0
     loop_ms: float = 0.0
     loop_share: float = 0.0
+    off_loop: bool = False
     database_port: int = 0
     after_ms: float = 0.0
     after_share: float = 0.0
@@ -91,6 +93,14 @@ def look_up_customer(mistakes: Mistakes) -> None:
         with socket.create_connection(("127.0.0.1", mistakes.database_port)) as connection:
             connection.sendall(b"select quota from customers\n")
             connection.recv(64)
+
+
+async def limit_request(mistakes: Mistakes) -> None:
+    """Checks the rate limit before a request."""
+    if mistakes.off_loop:
+        await asyncio.to_thread(check_rate_limit, mistakes)
+    else:
+        check_rate_limit(mistakes)
 
 
 def check_rate_limit(mistakes: Mistakes) -> None:

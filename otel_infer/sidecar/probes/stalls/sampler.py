@@ -26,8 +26,8 @@ log = logging.getLogger(__name__)
 LOOK_INTERVAL_NS = 100_000_000
 LIST_INTERVAL_NS = 1_000_000_000
 """Interval at which processes and engine threads that have appeared are added."""
-BUDGET_NS_PER_S, MAX_BUDGET_NS = 300_000, 80_000_000
-"""CPU time that stacks may take: 0.03 % of a core, and what is saved up while nothing is late."""
+BUDGET_NS_PER_S, MAX_BUDGET_NS = 250_000, 40_000_000
+"""CPU time that stacks may take: 0.025 % of a core, and what is saved up while nothing is late."""
 HANDLER_NS_PER_BYTE = 150
 """CPU time of the handler in the server, per byte (measured: 1 ms for 6,200 bytes)."""
 AGAIN_NS = 1_000_000_000

@@ -27,9 +27,9 @@ WAIT_S, POLL_S = 0.03, 0.0005
 MAX_THREADS = 64
 MAX_STATUS_BYTES = 1 << 13
 SILENT_S = 30.0
-SAME_S = 0.1
-"""For so long a process counts as unchanged."""
-_FUTEX, _RUNNING = "futex", b"R"
+SAME_S = 0.05
+"""For so long a process counts as unchanged, so that the stacks of many threads need one check."""
+_FUTEX, _RUNNING = b"futex", b"R"
 _CAUGHT, _BLOCKED = b"SigCgt:", b"SigBlk:"
 
 
@@ -40,7 +40,8 @@ class StackDump:
         self._process, self._proc = process, proc
         self._pidfd = self._file = -1
         self._pid = 0
-        self._silent_until, self._handled_at = dict[int, float](), -SAME_S
+        self._silent_until = dict[int, float]()
+        self._alive_at = self._handled_at = -SAME_S
         self.signals = self.bytes_read = 0
         """Signals that were sent so far, and bytes of the stacks, from which follows what they cost the server."""
 
@@ -107,10 +108,9 @@ class StackDump:
     def waits_for_futex(self, thread: int) -> bool:
         """Returns whether a thread waits for a lock, as the kernel sees it; False where the kernel does not tell."""
         try:
-            where = (self._proc / str(self._pid) / "task" / str(thread) / "wchan").read_text(encoding="ascii")
-        except (OSError, ValueError):
+            return _FUTEX in _read_file(f"{self._proc}/{self._pid}/task/{thread}/wchan")
+        except OSError:
             return False
-        return _FUTEX in where
 
     def close(self) -> None:
         """Closes its files."""
@@ -121,6 +121,8 @@ class StackDump:
 
     def _open_process(self) -> bool:
         """Returns whether the process can be signalled: its pidfd is open, and it lives."""
+        if time.monotonic() - self._alive_at < SAME_S:
+            return True
         if not self._process.reader.header.words[layout.W_STACK_SIGNAL] or not hasattr(os, "pidfd_open"):
             return False
         if self._pidfd < 0:
@@ -130,7 +132,10 @@ class StackDump:
             self._file = private_files.open_beside_rings(path, os.O_RDWR)
             self._pidfd = os.pidfd_open(self._pid)
         has_ended = bool(select.select([self._pidfd], [], [], 0)[0])
-        return not has_ended and self._process.find_pid() == self._pid
+        if has_ended or self._process.find_pid() != self._pid:
+            return False
+        self._alive_at = time.monotonic()
+        return True
 
     def _is_handled(self, thread: int) -> bool:
         """Returns whether the process catches the signal, the thread does not block it, and the handler's file is ours.
@@ -153,13 +158,17 @@ class StackDump:
         return False
 
 
-def _read_masks(status: str) -> dict[bytes, int]:
-    """Returns the masks of signals that are caught and blocked."""
-    descriptor = os.open(status, os.O_RDONLY | os.O_CLOEXEC)
+def _read_file(path: str) -> bytes:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        content = os.read(descriptor, MAX_STATUS_BYTES)
+        return os.read(descriptor, MAX_STATUS_BYTES)
     finally:
         os.close(descriptor)
+
+
+def _read_masks(status: str) -> dict[bytes, int]:
+    """Returns the masks of signals that are caught and blocked."""
+    content = _read_file(status)
     return {
         name: int(content[at + len(name) :].split(None, 1)[0], 16)
         for name in (_CAUGHT, _BLOCKED)
