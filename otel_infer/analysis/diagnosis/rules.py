@@ -38,6 +38,7 @@ from otel_infer.analysis.diagnosis.slow_requests import (
     filter_generating,
     loop_delay_before_token,
     median_gap_ms,
+    name_first_latency,
     select_slowest,
     streaming_time,
     sum_cause_time,
@@ -209,7 +210,7 @@ def _find_pre_engine_delay(served: list[RequestRecord], time: TimeByComplaint) -
         return []
     cause = max(parts, key=lambda cause: parts[cause])
     return [Finding(semconv.SYMPTOM_PRE_ENGINE, cause, total / slow.lifetime_ns, [
-        f"{total / slow.reference_ns:.0%} of the time to the first token of the slowest {count} requests is before the engine",
+        f"{total / slow.reference_ns:.0%} of {name_first_latency(slow.records)} of the slowest {count} requests is before the engine",
         f"{cause}: {parts[cause] / count / NS_PER_MS:.0f} ms each",
     ])]  # fmt: skip
 
@@ -241,7 +242,7 @@ def _find_queueing(
     if time.serialized.sum() > sum(sum_cause_time(record, *_QUEUE_CAUSES) for record in served):
         return [_describe_serialized(time)]
     cause, lifetime_share = max(_QUEUE_CAUSES, key=slow.total_ns), slow.lifetime_share(*_QUEUE_CAUSES)
-    queue_time = f"{weight:.0%} of the time to the first token of the slowest {len(slow.records)} requests is queue, {mean_ms:.0f} ms each"
+    queue_time = f"{weight:.0%} of {name_first_latency(slow.records)} of the slowest {len(slow.records)} requests is queue, {mean_ms:.0f} ms each"
     idle, heavy, peak = queueing.idle_wait_share(), queueing.waiting_behind_large(), queueing.describe_peak()
     if idle > _MAIN_SHARE and cause not in _APPLICATION_QUEUES:
         idle_wait = f"{idle:.0%} of the waiting time passed while no request was running"

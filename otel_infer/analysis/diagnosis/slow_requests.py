@@ -148,6 +148,12 @@ def median_gap_ms(served: list[RequestRecord]) -> float:
     return float(np.median(medians)) / NS_PER_MS if medians else 0.0
 
 
+def name_first_latency(records: Sequence[RequestRecord]) -> str:
+    """Returns the words for `ttft_or_duration` of these requests: a request that generates nothing has a result only."""
+    has_tokens = any(record.ttft_ns for record in records)
+    return "the time to the first token" if has_tokens else "the time to the result"
+
+
 def app_time_before_token(record: RequestRecord) -> int:
     """Returns the ns of `application` before the first token."""
     until = record.arrived_at + ttft_or_duration(record)

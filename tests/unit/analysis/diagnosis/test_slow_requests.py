@@ -10,6 +10,7 @@ from otel_infer.analysis.diagnosis.slow_requests import (
     loop_delay_before_token,
     loop_delays_while_streaming,
     median_gap_ms,
+    name_first_latency,
     select_slowest,
     sum_cause_time,
 )
@@ -90,3 +91,10 @@ def test_enclosing_stage_before_first_token_is_application() -> None:
     record = story.record()
     attribute_latency([record])
     assert app_time_before_token(record) / MS == pytest.approx(610, abs=10)
+
+
+def test_a_request_without_tokens_has_a_result() -> None:
+    classified, streamed = served(), served()
+    classified.first_token_at = 0
+    assert name_first_latency([classified]) == "the time to the result"
+    assert name_first_latency([classified, streamed]) == "the time to the first token"
