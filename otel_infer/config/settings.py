@@ -168,7 +168,7 @@ SETTINGS: dict[str, Setting] = {
         "OTEL_INFER_STACKS",
         "on",
         "`on`: while an event loop, a step or a request is late, the file, line and function that each thread is in are "
-        "recorded, at most once a second, without values; `off`: never. They are written by a real-time signal that the "
+        "recorded, without values; `off`: never. They are written by a real-time signal that the "
         "program does not use",
         _parse_bool,
     ),

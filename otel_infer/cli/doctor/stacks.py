@@ -35,9 +35,7 @@ def check_stacks(settings: Config) -> Check:
         reason = str(error)
     if reason:
         return Check(NAME, "warn", f"{LOST}: {reason}", "allow pidfd_open and tgkill (Linux 5.3, seccomp)")
-    return Check(
-        NAME, "ok", "the code of late threads is recorded while something is late, at most 0.1 % of a core"
-    )
+    return Check(NAME, "ok", "the code of late threads is recorded while something is late")
 
 
 def _try_signal() -> str:
