@@ -22,7 +22,7 @@ import numpy as np
 from benchmarks.battery.draw import explain_tape, run_case
 from benchmarks.battery.faults import FAULTS, SECONDS, Case
 from benchmarks.battery.servers import SERVERS
-from otel_infer import semconv
+from otel_infer.analysis.diagnosis.code_places import TIME_OF
 
 RESULTS = Path(__file__).resolve().parents[2] / "build" / "battery-advice"
 PUBLISHED = Path(__file__).resolve().parents[1] / "results" / "battery_advice.json"
@@ -31,8 +31,6 @@ NUMBER = 100
 """Of the draw: other requests than those of the battery's own draws."""
 KEPT_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(1 << 30), "MALLOC_MMAP_THRESHOLD_": str(1 << 30)}
 MAX_WORDS = 200
-_TIME_OF = {semconv.CAUSE_LOCK_QUEUE: (semconv.CAUSE_LOCK_QUEUE, semconv.CAUSE_APPLICATION)}
-"""The time at a lock that is written in C is the application's, see `analysis.diagnosis.serialized`."""
 
 
 class Change(NamedTuple):
@@ -151,7 +149,7 @@ def _compare(server: str, fault: str, before: dict[str, Any], after: dict[str, A
 
 def _percentile(report: dict[str, Any], cause: str) -> float:
     """Returns the p99 of the time of a cause, ms; of the whole latency where no cause has time."""
-    causes = _TIME_OF.get(cause, (cause,))
+    causes = TIME_OF.get(cause, (cause,))
     times = [sum(request["causes_ms"].get(name, 0.0) for name in causes) for request in report["worst"]]
     if not any(times):
         times = [request["duration_ms"] for request in report["worst"]]

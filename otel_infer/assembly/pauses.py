@@ -8,7 +8,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from otel_infer import semconv
-from otel_infer.assembly.records.process import CodeSample, Mark, Pause
+from otel_infer.assembly.records.process import Mark, Pause
 from otel_infer.ringbuffer import events
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class Pauses:
     def __init__(self) -> None:
         self._pauses: dict[int, dict[str, deque[Pause]]] = {}
         self._marks: dict[int, deque[Mark]] = {}
-        self._code_samples: dict[int, deque[tuple[int, CodeSample]]] = {}
+        self._code_samples: dict[int, deque[tuple[int, events.CodeLocated]]] = {}
         self.stacks: dict[int, events.CodeLocated] = {}
         """The stacks of all threads, by the ring of a process that hangs; the latest."""
         self._new: list[Pause] = []
@@ -69,8 +69,7 @@ class Pauses:
         if event.stacks:
             self.stacks[ring] = event
         if event.function:
-            sample = CodeSample(*event[:-1])  # the stacks stay on the tape
-            self._code_samples.setdefault(ring, deque(maxlen=MAX_REMEMBERED)).append((handle, sample))
+            self._code_samples.setdefault(ring, deque(maxlen=MAX_REMEMBERED)).append((handle, event))
 
     def attach_to_request(self, request: OpenRequest) -> None:
         """Sets the pauses, marks and code samples of a request, once.
@@ -158,7 +157,7 @@ class Pauses:
         ]
         return tuple(sorted(marks, key=_BY_INSTANT))
 
-    def _find_code_samples(self, request: OpenRequest) -> tuple[CodeSample, ...]:
+    def _find_code_samples(self, request: OpenRequest) -> tuple[events.CodeLocated, ...]:
         """Returns the code of the threads of its processes that were late during the request, in order of time."""
         if not self._code_samples:
             return ()

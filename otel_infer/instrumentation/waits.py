@@ -49,7 +49,7 @@ class PooledCall:
         self._request, self._size, self._call = request, size, call
         self._submitted_at = _clock.now() if _has_no_token(request) else 0
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         if self._submitted_at:
             _record_wait(self._request, events.POOL_WAIT, self._submitted_at, self._size)
         return self._request.call_in_thread(self._call, *args, **kwargs)

@@ -90,7 +90,7 @@ class RequestSpan(RequestState, trace.Span):
             except Exception as error:  # the request continues unrecorded
                 recorder.report_lost_event(error)
 
-    def call_in_thread(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def call_in_thread(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Calls a function for this request alone, in this thread, which is known to the reader until it returns.
 
         The first thread of a request stays known while it works: a later one usually waits for its result.

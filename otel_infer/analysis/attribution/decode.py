@@ -116,8 +116,8 @@ def _move_stalls(
         columns[semconv.CAUSE_PAGE_FAULTS] = delays.faulted_ns
         longer = _take_longer_runs(stalled, delays.longer_share, idle)
         columns[semconv.CAUSE_BLOCKED] = _move_to_blocked(stalled, delays.blocked_share, idle)
-        stalled -= np.minimum(longer, stalled)
-        columns[semconv.CAUSE_RAN_LONGER] = longer
+        columns[semconv.CAUSE_RAN_LONGER] = longer = np.minimum(longer, stalled)
+        stalled -= longer
 
 
 def _take_longer_runs(stalled: Any, longer_share: Any, idle: Any) -> Any:

@@ -1,8 +1,8 @@
 """Names the code in which the time of a cause passes, from samples of late threads. Pure.
 
-A sample of an event loop stands for the pause that it was taken in, any other sample for the time since which its thread
-was late; only the requests with most of the cause count, and the period in which the cause can occur. The share is that of
-the sampled time.
+A sample of an event loop stands for the pause in which it was taken. Any other sample stands for the time since which its
+thread was late. Only the requests with most of the cause count, and the period in which the cause can occur. A share is a
+part of the sampled time.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from typing import NamedTuple
 
 from otel_infer import semconv
 from otel_infer.analysis.diagnosis.slow_requests import SLOW_SHARE, sum_cause_time
-from otel_infer.assembly.records.process import CodeSample
 from otel_infer.assembly.records.request import RequestRecord
+from otel_infer.ringbuffer.events import CodeLocated
 from otel_infer.semconv import causes
 from otel_infer.semconv.causes import Cause
 
 MIN_SHARE = 0.2
 """Share of the sampled time from which a place is named."""
 MAX_PLACES = 2
-_TIME_OF = {semconv.CAUSE_LOCK_QUEUE: (semconv.CAUSE_LOCK_QUEUE, semconv.CAUSE_APPLICATION)}
+TIME_OF = {semconv.CAUSE_LOCK_QUEUE: (semconv.CAUSE_LOCK_QUEUE, semconv.CAUSE_APPLICATION)}
 """A lock that is written in C cannot be hooked: the time until it is had is the application's."""
 
 
 class CodePlace(NamedTuple):
     """A function in which threads were late. `share`: of the sampled time; `samples`: how many found it.
 
-    `line`: the one that was sampled most. `callee` and `waiter` are those of the longest sample.
+    `line`: the line that was sampled most. `callee` and `waiter` are those of the longest sample.
     """
 
     function: str
@@ -47,9 +47,9 @@ def find_code_places(records: Sequence[RequestRecord], cause: str) -> list[CodeP
     if row is None or not row.sampled:
         return []
     count = max(round(len(records) * SLOW_SHARE), 3)
-    most = sorted(records, key=lambda record: -sum_cause_time(record, *_TIME_OF.get(cause, (cause,))))[:count]
+    most = sorted(records, key=lambda record: -sum_cause_time(record, *TIME_OF.get(cause, (cause,))))[:count]
     weights = _weigh_samples(most, row)
-    by_function: dict[tuple[str, str], list[tuple[int, CodeSample]]] = defaultdict(list)
+    by_function: dict[tuple[str, str], list[tuple[int, CodeLocated]]] = defaultdict(list)
     for sample, weight in weights.items():
         by_function[sample.file, sample.function].append((weight, sample))
     whole = sum(weights.values()) or 1
@@ -66,7 +66,7 @@ def describe_code(records: Sequence[RequestRecord], cause: str) -> list[str]:
     ]
 
 
-def describe_place(place: CodePlace | CodeSample) -> str:
+def describe_place(place: CodePlace | CodeLocated) -> str:
     """Returns a place as text, with the code that it called or that waits for it."""
     text = f"`{place.function}` at {PurePosixPath(place.file).name}:{place.line}"
     if place.callee:
@@ -76,9 +76,9 @@ def describe_place(place: CodePlace | CodeSample) -> str:
     return text
 
 
-def _weigh_samples(records: Iterable[RequestRecord], cause: Cause) -> dict[CodeSample, int]:
+def _weigh_samples(records: Iterable[RequestRecord], cause: Cause) -> dict[CodeLocated, int]:
     """Returns the time that each sample stands for, ns. Several requests may have the same sample."""
-    weights: dict[CodeSample, int] = defaultdict(int)
+    weights: dict[CodeLocated, int] = defaultdict(int)
     for record in records:
         begin, end = _find_period(record, cause.group)
         for sample in record.code_samples:
@@ -99,7 +99,7 @@ def _find_period(record: RequestRecord, group: str) -> tuple[int, int]:
     return begin, end
 
 
-def _measure_delay(record: RequestRecord, sample: CodeSample) -> tuple[int, int]:
+def _measure_delay(record: RequestRecord, sample: CodeLocated) -> tuple[int, int]:
     """Returns from when until when the thread was late: of an event loop, the whole pause."""
     if sample.reason == semconv.LATE_EVENT_LOOP:
         for pause in record.loop_pauses:
@@ -108,7 +108,7 @@ def _measure_delay(record: RequestRecord, sample: CodeSample) -> tuple[int, int]
     return sample.since, sample.at
 
 
-def _make_place(found: list[tuple[int, CodeSample]], whole: int) -> CodePlace:
+def _make_place(found: list[tuple[int, CodeLocated]], whole: int) -> CodePlace:
     lines: dict[int, int] = defaultdict(int)
     for weight, sample in found:
         lines[sample.line] += weight

@@ -13,23 +13,6 @@ class Pause(NamedTuple):
     cause: str
 
 
-class CodeSample(NamedTuple):
-    """The code that a late thread was in at `at`. `reason`: what was late since `since` (`semconv.LATE_…`).
-
-    `callee`, `waiter`: "FUNCTION FILE:LINE" of a library's code that the function had called, and of the late thread if
-    the function is that of another thread, which holds the lock that it waits for; "" = none.
-    """
-
-    at: int
-    since: int
-    reason: str
-    function: str
-    file: str
-    line: int
-    callee: str = ""
-    waiter: str = ""
-
-
 class Mark(NamedTuple):
     """Something that happened `times` times in a process between `since` and `at`. Its duration is unknown."""
 

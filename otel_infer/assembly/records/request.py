@@ -19,9 +19,9 @@ from otel_infer.assembly.engine.thread_delays import KnownDelays
 from otel_infer.assembly.engine.types import PrefillInStep
 from otel_infer.assembly.engine.warmup import WarmupSteps
 from otel_infer.assembly.records.intervals import uncovered_length
-from otel_infer.assembly.records.process import CodeSample, Mark, Pause
+from otel_infer.assembly.records.process import Mark, Pause
 from otel_infer.config import tenancy
-from otel_infer.ringbuffer.events import OK, Value
+from otel_infer.ringbuffer.events import OK, CodeLocated, Value
 
 
 class Stage(NamedTuple):
@@ -190,7 +190,7 @@ class RequestRecord:
     pauses: tuple[Pause, ...] = ()
     loop_pauses: tuple[Pause, ...] = ()
     marks: tuple[Mark, ...] = ()
-    code_samples: tuple[CodeSample, ...] = ()
+    code_samples: tuple[CodeLocated, ...] = ()
     received_at: int = 0
     preempted_at: tuple[int, ...] = ()
     detokenize_ns: int = 0

@@ -12,7 +12,7 @@ from otel_infer.assembly.engine.step_cost import StepCostModel
 from otel_infer.assembly.engine.step_log import EngineStepLog, StepRun
 from otel_infer.assembly.engine.types import PrefillInStep
 from otel_infer.assembly.engine.warmup import WarmupSteps
-from otel_infer.assembly.records.process import CodeSample, Mark, Pause
+from otel_infer.assembly.records.process import Mark, Pause
 from otel_infer.assembly.records.request import UserEvent, UserLink
 from otel_infer.config import tenancy
 from otel_infer.ringbuffer import events as ring_events
@@ -88,7 +88,7 @@ class OpenRequest:
     is_end_observed: bool = True
     pauses: tuple[Pause, ...] = ()
     marks: tuple[Mark, ...] = ()
-    code_samples: tuple[CodeSample, ...] = ()
+    code_samples: tuple[ring_events.CodeLocated, ...] = ()
     start_ids: tuple[bytes, bytes] | None = None
     cost_model: StepCostModel | None = None
     warmup_steps: WarmupSteps | None = None

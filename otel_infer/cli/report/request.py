@@ -10,7 +10,7 @@ import numpy as np
 
 from otel_infer import semconv
 from otel_infer.analysis.diagnosis.code_places import describe_place
-from otel_infer.assembly.records.process import CodeSample, Pause
+from otel_infer.assembly.records.process import Pause
 from otel_infer.assembly.records.request import RequestRecord
 from otel_infer.cli.report.html_helpers import (
     COLOURS,
@@ -174,7 +174,7 @@ def _render_waterfall(record: RequestRecord) -> str:
     return render_table(caption, ("stage", "", "#begins", "#takes", ""), lines, "fall")
 
 
-def _render_sample(record: RequestRecord, sample: CodeSample) -> str:
+def _render_sample(record: RequestRecord, sample: events.CodeLocated) -> str:
     """Returns a row: the code that a late thread was in."""
     bar = _render_bars(record, [(sample.since, sample.at)], PAUSE_COLOUR)
     begins = _format_duration(sample.since - record.arrived_at)

@@ -13,12 +13,12 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from otel_infer import semconv
-from otel_infer.assembly.records.process import CodeSample, Pause
+from otel_infer.assembly.records.process import Pause
 from otel_infer.assembly.records.request import PrefillStep, RequestRecord, Stage
 from otel_infer.export.otlp import SharedAttributes, Span, SpanEvent, SpanLink
 from otel_infer.export.sampling import tail_sampler
 from otel_infer.export.spans import attributes as span_attributes
-from otel_infer.ringbuffer.events import ABORTED, ERROR, Value, make_tuple
+from otel_infer.ringbuffer.events import ABORTED, ERROR, CodeLocated, Value, make_tuple
 
 SERVER, INTERNAL = 2, 1
 STATUS_UNSET, STATUS_ERROR = 0, 2
@@ -173,7 +173,7 @@ def _build_links(record: RequestRecord) -> list[SpanLink]:
 
 
 def build_pause_events(
-    pauses: Sequence[Pause], begin: int, end: int, wall_offset: int, samples: Sequence[CodeSample] = ()
+    pauses: Sequence[Pause], begin: int, end: int, wall_offset: int, samples: Sequence[CodeLocated] = ()
 ) -> list[SpanEvent]:
     """Returns events for the longest pauses, each limited to the time of the request, longest first.
 
@@ -193,14 +193,14 @@ def build_pause_events(
     ]
 
 
-def _find_sample(samples: Sequence[CodeSample], since: int, until: int, cause: str) -> CodeSample | None:
+def _find_sample(samples: Sequence[CodeLocated], since: int, until: int, cause: str) -> CodeLocated | None:
     if cause not in semconv.EVENT_LOOP_CAUSES:
         return None
     return next((sample for sample in samples if sample.since < until and sample.at > since), None)
 
 
 def _build_pause_event(
-    since: int, until: int, cause: str, wall_offset: int, sample: CodeSample | None
+    since: int, until: int, cause: str, wall_offset: int, sample: CodeLocated | None
 ) -> SpanEvent:
     attributes: dict[str, Value] = {semconv.PAUSE_CAUSE: cause, semconv.PAUSE_DURATION: (until - since) / 1e9}
     if sample is not None:

@@ -87,19 +87,22 @@ class _LagTimer(TimerState):
 
     def _schedule(self, now: int) -> None:
         self.due_at = now + CHECK_INTERVAL_NS
-        if (
-            self.word and recorder.requests is not None
-        ):  # for the sidecar, which looks at it while the loop is late
+        if self.word and recorder.requests is not None:
             recorder.requests.words[self.word + 1] = threading.get_native_id()
             recorder.requests.words[self.word] = self.due_at
         self.loop.call_later(CHECK_INTERVAL_S, self, **self.options)
 
-    def _stop(self) -> None:
-        _thread_timer.timer = None
+    def release_word(self) -> None:
+        """Ends that the sidecar watches this loop."""
         if self.word:
             if recorder.requests is not None:
                 recorder.requests.words[self.word] = 0
             _free_words.append(self.word)
+            self.word = 0
+
+    def _stop(self) -> None:
+        _thread_timer.timer = None
+        self.release_word()
         for entry_point in self.entry_points:
             entry_point.is_watched = False
 
@@ -122,6 +125,8 @@ def watch_event_loop(entry_point: AsgiEntryPoint | None = None) -> None:
     loop = asyncio._get_running_loop()  # None if the loop is not asyncio's
     timer = _thread_timer.timer
     if loop is not None and (timer is None or timer.loop is not loop):
+        if timer is not None:  # its loop was closed with requests in flight
+            timer.release_word()
         timer = _thread_timer.timer = _LagTimer(loop)
     if timer is not None and entry_point is not None:
         timer.entry_points.add(entry_point)

@@ -205,9 +205,9 @@ class CodeLocated(NamedTuple):
     function: str
     file: str
     line: int
-    callee: str
-    waiter: str
-    stacks: str
+    callee: str = ""
+    waiter: str = ""
+    stacks: str = ""
 
 
 class HangSeen(NamedTuple):

@@ -60,6 +60,15 @@ def test_job_waited_for_a_thread_of_its_executor(recording: Recording) -> None:
     assert find_waits(recording) == [("pool wait", 2)]
 
 
+def test_a_job_may_have_any_keywords(recording: Recording) -> None:
+    def job(**given: Any) -> dict[str, Any]:
+        return given
+
+    given = {"self": 1, "call": 2, "args": 3, "request": 4}
+    with ThreadPoolExecutor(1) as pool, _InRequest():
+        assert pool.submit(job, **given).result() == given
+
+
 def test_idle_pool_has_no_wait(recording: Recording) -> None:
     with ThreadPoolExecutor(2) as pool, _InRequest():
         assert pool.submit(lambda: 7).result() == 7

@@ -138,11 +138,8 @@ class StallSampler:
         began, read = time.thread_time_ns(), watched.dump.bytes_read
         for stall in due:
             watched.mark_sampled(stall, now)
-            located = (
-                _locate_hang(watched.dump, stall, now)
-                if stall.reason == events.STALLED_PROCESS
-                else _locate(watched.dump, stall, now)
-            )
+            locate = _locate_hang if stall.reason == events.STALLED_PROCESS else _locate
+            located = locate(watched.dump, stall, now)
             if located is not None:
                 self._add_event(events.RecordedEvent(ring, stall.handle, located))
         self._budget_ns -= (
@@ -188,11 +185,9 @@ def _locate(dump: StackDump, stall: Stall, now: int) -> events.CodeLocated | Non
     thread = dump.find_thread(stall.thread)
     waits_for_futex = dump.waits_for_futex(thread)  # before the signal, which ends the wait for a moment
     stack = dump.read_stack(thread) if thread else ()
-    code = (
-        find_blocking_code(stack, _OtherThreads(dump, thread), stall.reason, waits_for_futex)
-        if stack
-        else None
-    )
+    if not stack:
+        return None
+    code = find_blocking_code(stack, _OtherThreads(dump, thread), stall.reason, waits_for_futex)
     if code is None:
         return None
     frame = check_frame(code.place.frame)

@@ -83,12 +83,12 @@ class StackDump:
         """Returns the kernel's ids of the threads, at most 64. `running_only`: threads that run, or want a core."""
         tasks = self._proc / str(self._pid) / "task"
         try:
-            threads = sorted(map(int, os.listdir(tasks)))[: MAX_THREADS if not running_only else None]
-            return [t for t in threads if not running_only or self._read_state(tasks, t) == _RUNNING][
-                :MAX_THREADS
-            ]
+            threads = sorted(map(int, os.listdir(tasks)))
         except (OSError, ValueError):
             return []
+        if running_only:
+            threads = [thread for thread in threads if self._read_state(tasks, thread) == _RUNNING]
+        return threads[:MAX_THREADS]
 
     @staticmethod
     def _read_state(tasks: Path, thread: int) -> bytes:

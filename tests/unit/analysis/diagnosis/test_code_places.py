@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from otel_infer.analysis.diagnosis.code_places import describe_code, find_code_places
-from otel_infer.assembly.records.process import CodeSample, Pause
+from otel_infer.assembly.records.process import Pause
 from otel_infer.assembly.records.request import LatencyBreakdown, RequestRecord
 from otel_infer.ringbuffer import events
 
@@ -14,11 +14,11 @@ MS = 1_000_000
 
 def sample(
     since: int, at: int, reason: str, function: str = "lookup", line: int = 31, **more: Any
-) -> CodeSample:
-    return CodeSample(at * MS, since * MS, reason, function, "/srv/app.py", line, **more)
+) -> events.CodeLocated:
+    return events.CodeLocated(at * MS, since * MS, reason, function, "/srv/app.py", line, **more)
 
 
-def record(*samples: CodeSample, causes: dict[str, int] | None = None, **more: Any) -> RequestRecord:
+def record(*samples: events.CodeLocated, causes: dict[str, int] | None = None, **more: Any) -> RequestRecord:
     """A request from 0 to 1000 ms with its first token at 500 and its last at 800 ms."""
     record = RequestRecord(
         bytes(16), bytes(8), b"", b"", True, False, "chat", "chat", "", "m", "toy", 0, 1000 * MS, 0

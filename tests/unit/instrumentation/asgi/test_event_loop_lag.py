@@ -127,6 +127,18 @@ def test_new_loop_gets_its_own_timer(loop: Loop, pauses: list[Any], monkeypatch:
     assert len(another.timers) == 1
 
 
+def test_a_new_loop_frees_the_word_of_the_one_it_replaces(
+    loop: Loop, pauses: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = [layout.W_LOOPS, layout.W_LOOPS + 2]
+    monkeypatch.setattr(event_loop_lag, "_free_words", free)
+    monkeypatch.setattr(event_loop_lag._thread_timer, "timer", None, raising=False)
+    for another in [Loop() for _ in range(5)]:
+        monkeypatch.setattr(asyncio, "_get_running_loop", lambda another=another: another)
+        event_loop_lag.watch_event_loop()
+    assert len(free) == 1
+
+
 def test_no_timer_without_a_running_asyncio_loop(pauses: list[Any]) -> None:
     event_loop_lag.watch_event_loop()
     assert event_loop_lag._thread_timer.timer is None
