@@ -82,9 +82,10 @@ class OnDevice(complaint_server.Engine):
         self.on_gpu = True
 
     def run_forward(self, prompt_tokens: int, step: otel_infer.step) -> None:
-        if prompt_tokens == COLD_PROMPT:
+        prompts = {s.prompt for s in self.running if s.left == s.all}  # a resumed sequence's prompt has grown
+        if COLD_PROMPT in prompts:
             compile_function()
-        if prompt_tokens == HANGING_PROMPT:
+        if HANGING_PROMPT in prompts:
             time.sleep(HANG_S)
         time.sleep(LAUNCH_NS / 1e9)
         _, done_at = DEVICE.launch(round(self.compute_step_ms(prompt_tokens) * 1e6))
