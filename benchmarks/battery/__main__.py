@@ -18,7 +18,7 @@ from typing import Any
 from benchmarks.battery.draw import explain_tape, run_draw
 from benchmarks.battery.faults import FAULTS
 from benchmarks.battery.servers import SERVERS
-from benchmarks.battery.table import is_right, print_table
+from benchmarks.battery.table import has_largest_share, is_right, measure_unexplained, print_table
 
 RESULTS = Path(__file__).resolve().parents[2] / "build" / "battery"
 MAX_WRONG_OF_SAMPLE = 1 / 3
@@ -80,14 +80,21 @@ def _measure(server: str, fault: str, number: int, again: bool) -> dict[str, Any
             return {"server": server, "fault": fault, "verdict": "not measured", "right": False}
     report = explain_tape(folder / "server.tape")
     (folder / "explain.json").write_text(json.dumps(report))
-    right = is_right(fault, report["verdict"])
+    right = is_right(fault, report)
     shown = ", ".join(f"{name} {share:.0%}" for name, share in list(report["causes"].items())[:4])
     print(
         f"{server} {fault} {number}: {report['verdict']} {'✓' if right else '✗'}  ({shown})",
         file=sys.stderr,
         flush=True,
     )
-    return {"server": server, "fault": fault, "verdict": report["verdict"], "right": right}
+    return {
+        "server": server,
+        "fault": fault,
+        "verdict": report["verdict"],
+        "right": right,
+        "largest": has_largest_share(report),
+        "unexplained": round(measure_unexplained(report), 4),
+    }
 
 
 if __name__ == "__main__":

@@ -52,16 +52,25 @@ def run_case(server: Server, case: faults.Case, folder: Path, models: Path) -> d
         if not wait_until_healthy(f"http://127.0.0.1:{port}", lambda: process.poll() is None, READY_S):
             raise RuntimeError(f"{server.name} did not start, see {folder / 'server.log'}")
         warm = [faults.TimedRequest(0.1 * i, 20, min(server.tokens[1], 8)) for i in range(4)]
-        Load(port, server.kind, model_name(server, model), warm).run()
+        refused = {one.status for one in make_load(server, port, model, warm).run()} - {200}
+        if refused:
+            raise RuntimeError(f"{server.name} answers {refused}, see {folder / 'server.log'}")
         time.sleep(0.5)
         stack.enter_context(companions.run_hogs(case.hogs, case.niceness))
-        answers = Load(port, server.kind, model_name(server, model), case.requests).run()
-    return {"answers": [asdict(answer) for answer in answers], "mistakes": case.mistakes, "hogs": case.hogs}
+        began_at = time.time()
+        answers = make_load(server, port, model, case.requests).run()
+    return {
+        "began_at": began_at,
+        "answers": [asdict(answer) for answer in answers],
+        "mistakes": case.mistakes,
+        "hogs": case.hogs,
+    }
 
 
-def model_name(server: Server, model: Path) -> str:
-    """Returns the model's name in a request."""
-    return "tiny" if server.name == "vllm" else str(model)
+def make_load(server: Server, port: int, model: Path, requests: list[faults.TimedRequest]) -> Load:
+    """Returns the load of these requests."""
+    name = "tiny" if server.name == "vllm" else str(model)
+    return Load(port, server.kind, name, requests, server.fields)
 
 
 def make_model(server: Server, folder: Path) -> Path:

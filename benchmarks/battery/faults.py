@@ -151,10 +151,20 @@ def draw_heavy_among_light(rng: random.Random, server: Server) -> Case:
     return Case(light + heavy, arguments=("--max-num-seqs", "4") if server.name == "vllm" else ())
 
 
+SMALL_CACHE = ("--block-size", "32", "--num-gpu-blocks-override", "24", "--max-model-len", "640")
+"""768 tokens."""
+
+
 def draw_full_cache(rng: random.Random, server: Server) -> Case:
-    """So many long sequences that the KV cache has no room for all of them."""
-    requests = draw_requests(rng, SECONDS, server.rate, (150, 300), (60, 120))
-    return Case(requests, arguments=("--num-gpu-blocks-override", "40", "--max-model-len", "512"))
+    """So long prompts that the KV cache has room for one or two."""
+    requests = draw_requests(rng, SECONDS, server.rate * rng.uniform(0.8, 1.2), (40, 80), (150, 250))
+    return Case(requests, arguments=SMALL_CACHE)
+
+
+def draw_preemption(rng: random.Random, server: Server) -> Case:
+    """So long answers that the KV cache, which had room for their prompts, is full before they end."""
+    requests = draw_requests(rng, SECONDS, server.rate * rng.uniform(0.8, 1.2), (120, 200), (12, 24))
+    return Case(requests, arguments=SMALL_CACHE)
 
 
 PROGRAMS = ("generate-threads", "generate-async", "embeddings")
@@ -163,7 +173,7 @@ ENGINES = ("transformers-serve", "vllm")
 ALL = (*PROGRAMS, *ENGINES)
 BLOCKED = ("generate-async",)
 """Each generation blocks the event loop, so what else happens also shows as waiting in the socket."""
-UNBLOCKED = tuple(name for name in ALL if name not in BLOCKED)
+UNBLOCKED = ("generate-threads", "embeddings")
 WAITS = ("queueing", "peak", "head_of_line_blocking")
 
 FAULTS = {
@@ -186,12 +196,15 @@ FAULTS = {
     "memory pressure": Fault(("stutter", "pre_engine"), draw_memory_pressure, PROGRAMS),
     "slow log": Fault(("pre_engine", "stutter"), draw_slow_log, PROGRAMS),
     "long prompts": Fault(("prefill",), draw_long_prompts, UNBLOCKED),
+    "long prompts, one batch": Fault(("prefill", "stutter"), draw_long_prompts, ENGINES),
     "long prompts, blocked loop": Fault(("prefill", "pre_engine"), draw_long_prompts, BLOCKED),
-    "burst": Fault(("peak", "too_many_at_once"), draw_burst, UNBLOCKED),
+    "burst": Fault(("peak", "too_many_at_once"), draw_burst, (*UNBLOCKED, *ENGINES)),
     "burst, blocked loop": Fault(("peak", "pre_engine"), draw_burst, BLOCKED),
     "heavy among light": Fault(
         ("head_of_line_blocking", "too_many_at_once"), draw_heavy_among_light, STREAMS
     ),
-    "full cache": Fault(("queueing", "stutter"), draw_full_cache, ("vllm",)),
+    "full cache": Fault(WAITS, draw_full_cache, ("vllm",)),
+    "preemption": Fault(("stutter", *WAITS), draw_preemption, ("vllm",)),
 }
-"""By name. `pre_engine` and `stutter` are both right where a blocked loop delays first tokens and later ones."""
+"""By name. Two verdicts are right where a fault has both effects: a blocked loop delays first tokens and later ones, a long
+prompt is slow itself and delays its batch, and a cache that is full preempts some requests and lets others wait."""

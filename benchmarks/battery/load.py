@@ -7,6 +7,7 @@ import json
 import random
 import socket
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -44,10 +45,12 @@ class Answer:
 
 
 class Load:
-    """The requests of a draw. `path`: of the URL. `kind`: `chat`, `chat-stream` or `embeddings`."""
+    """The requests of a draw. `kind`: `chat`, `chat-stream` or `embeddings`. `fields`: added to each body."""
 
-    def __init__(self, port: int, kind: str, model: str, requests: list[TimedRequest]) -> None:
-        self.port, self.kind, self.model, self.requests = port, kind, model, requests
+    def __init__(
+        self, port: int, kind: str, model: str, requests: list[TimedRequest], fields: Mapping[str, Any]
+    ) -> None:
+        self.port, self.kind, self.model, self.requests, self.fields = port, kind, model, requests, fields
 
     def run(self) -> list[Answer]:
         """Sends all requests and returns the answers, in the order of the requests."""
@@ -111,7 +114,7 @@ class Load:
             "messages": [{"role": "user", "content": text}],
             "max_tokens": request.tokens,
             "stream": self.kind == "chat-stream",
-            "ignore_eos": True,
+            **self.fields,
         }
         return {**body, "padding": request.padding} if request.padding else body
 

@@ -15,6 +15,7 @@ class Server:
     """A server. `{port}`, `{model}` and `{mistakes}` in the command are replaced; `rate`: requests/s that it bears.
 
     `kind`: of its load. `tokens`: output tokens of a usual request. `needs`: the module without which it can't run.
+    `fields`: of the body of a request.
     """
 
     name: str
@@ -25,6 +26,7 @@ class Server:
     tokens: tuple[int, int] = (1, 1)
     needs: str = "transformers"
     variables: dict[str, str] = field(default_factory=dict)
+    fields: dict[str, bool] = field(default_factory=dict)
 
     @property
     def has_mistakes(self) -> bool:
@@ -66,7 +68,7 @@ SERVERS = {
         ),
         Server(
             "vllm", "vLLM on a CPU", (*VLLM, *VLLM_OPTIONS.split()),
-            "chat-stream", 4.0, (16, 40), "vllm", VLLM_VARIABLES,
+            "chat-stream", 4.0, (16, 40), "vllm", VLLM_VARIABLES, {"ignore_eos": True},
         ),
         Server(
             "embeddings", "FastAPI, sentence-transformers", _run_program("embeddings"),

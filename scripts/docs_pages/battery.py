@@ -17,9 +17,9 @@ def build_battery_section(results: Path = RESULTS) -> str:
     """Returns a table: for each fault its right verdicts, and for each server the verdicts of its draws."""
     if not results.exists():
         return "There is no table yet: no result is committed.\n"
-    cells: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
+    cells: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
     for outcome in json.loads(results.read_text()):
-        cells[outcome["fault"], outcome["server"]][outcome["verdict"]] += 1
+        cells[outcome["fault"], outcome["server"]].append(outcome)
     names = [name for name in SERVERS if any(server == name for _, server in cells)]
     lines = [
         f"| fault | right | {' | '.join(SERVERS[name].title for name in names)} |",
@@ -27,7 +27,7 @@ def build_battery_section(results: Path = RESULTS) -> str:
     ]
     for fault, row in FAULTS.items():
         if any((fault, name) in cells for name in names):
-            shown = [_format_cell(fault, cells.get((fault, name))) for name in names]
+            shown = [_format_cell(cells.get((fault, name), [])) for name in names]
             lines.append(
                 f"| {fault} | {', '.join(f'`{verdict}`' for verdict in row.verdicts)} | {' | '.join(shown)} |"
             )
@@ -36,10 +36,10 @@ def build_battery_section(results: Path = RESULTS) -> str:
     return "\n".join(lines) + "\n" + note
 
 
-def _format_cell(fault: str, verdicts: Any) -> str:
+def _format_cell(outcomes: list[dict[str, Any]]) -> str:
     """Returns right of all draws, and the wrong verdicts."""
-    if not verdicts:
+    if not outcomes:
         return "—"
-    right = sum(count for verdict, count in verdicts.items() if verdict in FAULTS[fault].verdicts)
-    wrong = [f"`{verdict}`" for verdict in verdicts if verdict not in FAULTS[fault].verdicts]
-    return f"{right} of {verdicts.total()}" + (f" (else {', '.join(wrong)})" if wrong else "")
+    wrong = Counter(outcome["verdict"] for outcome in outcomes if not outcome["right"])
+    named = ", ".join(f"`{verdict}`" for verdict in wrong)
+    return f"{len(outcomes) - wrong.total()} of {len(outcomes)}" + (f" (else {named})" if wrong else "")

@@ -19,8 +19,13 @@ from scripts.docs_pages.battery import build_battery_section
 CELLS = [(fault, server) for fault, row in FAULTS.items() for server in row.servers]
 
 
+def make_report(verdict: str, **causes_ms: float) -> dict[str, Any]:
+    return {"verdict": verdict, "worst": [{"duration_ms": 100.0, "causes_ms": causes_ms}]}
+
+
 def make_outcome(fault: str, verdict: str, server: str = "generate-threads") -> dict[str, Any]:
-    return {"server": server, "fault": fault, "verdict": verdict, "right": table.is_right(fault, verdict)}
+    right = table.is_right(fault, make_report(verdict))
+    return {"server": server, "fault": fault, "verdict": verdict, "right": right}
 
 
 def test_right_verdicts_exist() -> None:
@@ -68,6 +73,24 @@ def test_table_holds_its_bars(
     assert table.print_table(outcomes) == status
     printed = capsys.readouterr().out
     assert "macro recall" in printed and "false alarms" in printed
+
+
+@pytest.mark.parametrize(("starved_ms", "right"), [(4.0, False), (6.0, True)])
+def test_without_a_fault_cpu_is_short_if_requests_wait_for_it(starved_ms: float, right: bool) -> None:
+    report = make_report("not_enough_cpu", starved=starved_ms)
+    assert table.is_right("nothing", report) == table.is_right("nothing, busy machine", report) == right
+
+
+def test_unexplained_time_is_that_of_most_requests() -> None:
+    report = make_report("healthy")
+    report["worst"] = [{"duration_ms": 100.0, "causes_ms": {"unexplained": share}} for share in range(100)]
+    assert table.measure_unexplained(report) == 0.95
+
+
+def test_verdict_has_the_largest_share() -> None:
+    findings = [{"weight": 0.4}, {"weight": 0.3}]
+    assert table.has_largest_share({"findings": findings})
+    assert not table.has_largest_share({"findings": findings[::-1]})
 
 
 def test_table_of_docs_names_wrong_verdicts(tmp_path: Path) -> None:

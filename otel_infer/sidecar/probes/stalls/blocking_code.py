@@ -11,7 +11,7 @@ from __future__ import annotations
 import ast
 import linecache
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple, Protocol
 
@@ -73,12 +73,12 @@ class BlockingCode(NamedTuple):
 class OtherThreads(Protocol):
     """The stacks of the other threads of a process, which are read on demand."""
 
-    def read_all(self) -> Sequence[Stack]:
-        """Returns the stacks of all of them."""
+    def read_all(self) -> Iterable[Stack]:
+        """Yields the stacks of all of them, of those that wait for a lock last."""
         ...
 
-    def read_running(self) -> Sequence[Stack]:
-        """Returns the stacks of the threads that run."""
+    def read_running(self) -> Iterable[Stack]:
+        """Yields the stacks of the threads that run."""
         ...
 
 
@@ -106,7 +106,7 @@ def find_blocking_code(
     return _check_ambiguity(place, reason, others)
 
 
-def _name_running(others: Sequence[Stack], waiting: Place | None) -> BlockingCode | None:
+def _name_running(others: Iterable[Stack], waiting: Place | None) -> BlockingCode | None:
     running = _find_only_working(others)
     if running is None:
         return None
@@ -130,13 +130,22 @@ def _check_ambiguity(place: Place | None, reason: str, others: OtherThreads) -> 
 def _work_frames(stack: Stack) -> Iterator[Frame]:
     """Yields the frames of what a loop or pool called, innermost first, without ours."""
     for frame in stack:
-        if ("/".join(frame.file.split("/")[-2:]), frame.function) in _OUTER_FRAMES or (
-            frame.file.rpartition("/")[2],
-            frame.function,
-        ) in _OUTER_FRAMES:
+        if _is_outer(frame):
             return
-        if not _OWN.search(frame.file):
+        if not _is_own(frame):
             yield frame
+
+
+@lru_cache(maxsize=1024)
+def _is_outer(frame: Frame) -> bool:
+    folder, _, name = frame.file.rpartition("/")
+    in_folder = f"{folder.rpartition('/')[2]}/{name}", frame.function
+    return in_folder in _OUTER_FRAMES or (name, frame.function) in _OUTER_FRAMES
+
+
+@lru_cache(maxsize=1024)
+def _is_own(frame: Frame) -> bool:
+    return bool(_OWN.search(frame.file))
 
 
 def _choose_place(frames: Sequence[Frame], is_step: bool) -> Place | None:
@@ -175,7 +184,7 @@ def _waited_lock(frames: Sequence[Frame]) -> tuple[str, str] | None:
     return None
 
 
-def _find_holder(others: Sequence[Stack], lock: tuple[str, str]) -> Place | None:
+def _find_holder(others: Iterable[Stack], lock: tuple[str, str]) -> Place | None:
     """Returns where the thread is that is inside of a `with` block of the same lock."""
     file, expression = lock
     for stack in others:
@@ -221,7 +230,7 @@ def _waits_for_thread(frames: Sequence[Frame]) -> bool:
     return bool(frames) and frames[0].file.endswith(_THREAD_WAITS) and is_standard(frames[0].file)
 
 
-def _find_only_working(others: Sequence[Stack]) -> Place | None:
+def _find_only_working(others: Iterable[Stack]) -> Place | None:
     """Returns where the only other thread is that does not wait; None if there are several places."""
     places: set[Place] = set()
     for stack in others:
@@ -229,6 +238,8 @@ def _find_only_working(others: Sequence[Stack]) -> Place | None:
         place = _choose_place(frames, is_step=False)
         if place is not None and not _is_waiting_line(frames[0]):
             places.add(place)
+        if len(places) > 1:
+            return None
     return places.pop() if len(places) == 1 else None
 
 

@@ -1,71 +1,49 @@
 """Samples the code that late threads are in, within a budget of CPU time.
 
-Between two wake-ups of the sidecar it looks every 100 ms whether something is late. Then it reads the stack of that
-thread, and of others where it waits for them. A long stall is sampled again after one, two, four … seconds.
+Between two wake-ups of the sidecar, compiled code looks five to ten times a second whether something is late. Then the stack of that
+thread is read, and of others where it waits for them.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator
 
 from otel_infer import _clock
 from otel_infer.ringbuffer import events
 from otel_infer.ringbuffer.native import native
 from otel_infer.ringbuffer.process_rings import ProcessRings
 from otel_infer.sidecar.probes.stalls.blocking_code import find_blocking_code
-from otel_infer.sidecar.probes.stalls.conditions import ProcessConditions, Stall
+from otel_infer.sidecar.probes.stalls.conditions import ProcessConditions, Stall, sleep_until_late
 from otel_infer.sidecar.probes.stalls.hang import CHECK_INTERVAL_NS, Hang, find_hang
 from otel_infer.sidecar.probes.stalls.stack_dump import StackDump
 from otel_infer.sidecar.probes.stalls.stack_text import Frame, check_frame, describe_frame, format_stacks
 
 log = logging.getLogger(__name__)
 
-LOOK_INTERVAL_NS = 100_000_000
-LIST_INTERVAL_NS = 1_000_000_000
+LOOK_INTERVAL_NS, IDLE_INTERVAL_NS = 100_000_000, 200_000_000
+"""Interval of looks, and that while nothing was late for `IDLE_AFTER_NS`. A wake-up costs 50 µs on a virtual machine."""
+IDLE_AFTER_NS = 10_000_000_000
+LIST_INTERVAL_NS = 2_000_000_000
 """Interval at which processes and engine threads that have appeared are added."""
-BUDGET_NS_PER_S, MAX_BUDGET_NS = 250_000, 40_000_000
-"""CPU time that stacks may take: 0.025 % of a core, and what is saved up while nothing is late."""
+BUDGET_NS_PER_S, MAX_BUDGET_NS = 150_000, 60_000_000
+"""CPU time that stacks may take: 0.015 % of a core, and what is saved up while nothing is late."""
 HANDLER_NS_PER_BYTE = 150
 """CPU time of the handler in the server, per byte (measured: 1 ms for 6,200 bytes)."""
-AGAIN_NS = 1_000_000_000
-"""Time after which the same stall is sampled again; it doubles each time."""
+LOOK_NS = 100_000
+"""CPU time of a wake-up that finds something late (measured)."""
+HANG_AGAIN_NS = 1_000_000_000
+"""Time after which the stacks of a server that hangs are read again; it doubles each time."""
 MAX_TEXT = 32 << 10
 """Characters of the stacks of a process that hangs."""
 
 
-class _Sampled(NamedTuple):
-    """A stall that was sampled, and when it is sampled again."""
-
-    stall: Stall
-    again_at: int
-    wait_ns: int
-
-
 class _Watched:
-    """One process: what is late in it, its stacks, and the stalls that were sampled."""
+    """One process: what is late in it, and its stacks."""
 
     def __init__(self, process: ProcessRings) -> None:
         self.conditions, self.dump = ProcessConditions(process), StackDump(process)
-        self.sampled: dict[tuple[str, int, int], _Sampled] = {}
-
-    def select_due(self, stalls: Iterable[Stall], now: int) -> list[Stall]:
-        """Returns the stalls that are new, or due again."""
-        current = {(stall.reason, stall.thread, stall.since): stall for stall in stalls}
-        self.sampled = {key: sampled for key, sampled in self.sampled.items() if key in current}
-        return [
-            stall
-            for key, stall in current.items()
-            if key not in self.sampled or self.sampled[key].again_at <= now
-        ]
-
-    def mark_sampled(self, stall: Stall, now: int) -> None:
-        """Records that a stall was sampled."""
-        key = stall.reason, stall.thread, stall.since
-        wait = self.sampled[key].wait_ns * 2 if key in self.sampled else AGAIN_NS
-        self.sampled[key] = _Sampled(stall, now + wait, wait)
 
 
 class StallSampler:
@@ -86,15 +64,25 @@ class StallSampler:
         self._watched: dict[int, _Watched] = {}
         self._budget_ns, self._refilled_at = MAX_BUDGET_NS, 0
         self._hang: Hang | None = None
-        self._listed_at = self._hang_checked_at = 0
+        self._hang_due_at = self._hang_wait_ns = 0
+        self._listed_at = self._hang_checked_at = self._late_at = 0
 
     def sleep(self, duration_ns: int) -> None:
         """Sleeps, and looks at the processes meanwhile."""
         until = _clock.now() + duration_ns
-        while (rest := until - _clock.now()) > 0:
-            time.sleep(min(rest, LOOK_INTERVAL_NS) / 1e9)
-            if self._is_enabled:
-                self.look(_clock.now())
+        while (now := _clock.now()) < until:
+            if not self._is_enabled:
+                time.sleep((until - now) / 1e9)
+                continue
+            self._refill_budget(now)
+            reports_from = now + max(-self._budget_ns, 0) * 1_000_000_000 // BUDGET_NS_PER_S
+            processes = [watched.conditions for watched in self._watched.values()]
+            wake_at = min(until, self._listed_at + LIST_INTERVAL_NS)
+            is_idle = now - self._late_at > IDLE_AFTER_NS
+            sleep_until_late(
+                processes, wake_at, IDLE_INTERVAL_NS if is_idle else LOOK_INTERVAL_NS, reports_from
+            )
+            self.look(_clock.now())
 
     def look(self, now: int) -> None:
         """Looks at all processes once. An error ends the sampling, not the sidecar."""
@@ -102,10 +90,14 @@ class StallSampler:
             if now - self._listed_at >= LIST_INTERVAL_NS:
                 self._listed_at = now
                 self._update_processes(now)
+            self._refill_budget(now)
             for ring, watched in self._watched.items():
                 stalls = watched.conditions.find_stalls(now)
-                if stalls or self._hang is not None:
+                if stalls and self._budget_ns > 0:
+                    self._late_at = now
                     self._sample(watched, ring, stalls, now)
+            if self._hang is not None and now >= self._hang_due_at:
+                self._sample_hang(self._hang, now)
         except Exception:
             self._is_enabled = False
             log.exception("stacks of late threads are no longer recorded")
@@ -129,22 +121,20 @@ class StallSampler:
             self._check_hang(now)
 
     def _sample(self, watched: _Watched, ring: int, stalls: list[Stall], now: int) -> None:
-        """Reads the stacks of what is late and due."""
-        if self._hang is not None:
-            stalls.append(Stall(events.STALLED_PROCESS, self._hang.since, 0))
-        due = watched.select_due(stalls, now)
-        if not due or not self._has_budget(now):
-            return
+        """Reads the stacks of what is late."""
         began, read = time.thread_time_ns(), watched.dump.bytes_read
-        for stall in due:
-            watched.mark_sampled(stall, now)
+        for stall in stalls:
             locate = _locate_hang if stall.reason == events.STALLED_PROCESS else _locate
             located = locate(watched.dump, stall, now)
             if located is not None:
                 self._add_event(events.RecordedEvent(ring, stall.handle, located))
-        self._budget_ns -= (
-            time.thread_time_ns() - began + HANDLER_NS_PER_BYTE * (watched.dump.bytes_read - read)
-        )
+        in_server = HANDLER_NS_PER_BYTE * (watched.dump.bytes_read - read)
+        self._budget_ns -= time.thread_time_ns() - began + in_server + LOOK_NS
+
+    def _sample_hang(self, hang: Hang, now: int) -> None:
+        self._hang_due_at, self._hang_wait_ns = now + self._hang_wait_ns, 2 * self._hang_wait_ns
+        for ring, watched in self._watched.items():
+            self._sample(watched, ring, [Stall(events.STALLED_PROCESS, hang.since, 0)], now)
 
     def _check_hang(self, now: int) -> None:
         """Records that the server hangs, or goes on."""
@@ -154,30 +144,30 @@ class StallSampler:
             ring = next(iter(self._watched))
             self._add_event(events.RecordedEvent(ring, 0, events.HangSeen(now, since, requests)))
             if hang is not None:
+                self._hang_due_at, self._hang_wait_ns = now, HANG_AGAIN_NS
                 log.warning("the server hangs: %d requests are in flight, and no step ends", requests)
                 self._on_hang()
         self._hang = hang
 
-    def _has_budget(self, now: int) -> bool:
+    def _refill_budget(self, now: int) -> None:
         refill = (now - self._refilled_at) * BUDGET_NS_PER_S // 1_000_000_000
         self._budget_ns, self._refilled_at = min(self._budget_ns + refill, MAX_BUDGET_NS), now
-        return self._budget_ns > 0
 
 
 class _OtherThreads:
-    """The stacks of the threads of a process but one, read one after another."""
+    """The stacks of the threads of a process but one. Each is read when it is asked for."""
 
     def __init__(self, dump: StackDump, late: int) -> None:
         self._dump, self._late = dump, late
 
-    def read_all(self) -> list[tuple[Frame, ...]]:
-        return self._read(self._dump.list_threads())
+    def read_all(self) -> Iterator[tuple[Frame, ...]]:
+        return self._read(sorted(self._dump.list_threads(), key=self._dump.waits_for_futex))
 
-    def read_running(self) -> list[tuple[Frame, ...]]:
+    def read_running(self) -> Iterator[tuple[Frame, ...]]:
         return self._read(self._dump.list_threads(running_only=True))
 
-    def _read(self, threads: Iterable[int]) -> list[tuple[Frame, ...]]:
-        return [self._dump.read_stack(thread) for thread in threads if thread != self._late]
+    def _read(self, threads: Iterable[int]) -> Iterator[tuple[Frame, ...]]:
+        return (self._dump.read_stack(thread) for thread in threads if thread != self._late)
 
 
 def _locate(dump: StackDump, stall: Stall, now: int) -> events.CodeLocated | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 _HEAD = "(most recent call first):"
@@ -38,6 +39,7 @@ def parse_stack(text: str) -> tuple[Frame, ...]:
     return tuple(frame for line in lines if (frame := _parse_frame(line)) is not None)
 
 
+@lru_cache(maxsize=1024)  # most frames of a stack are those of the last one
 def _parse_frame(line: str) -> Frame | None:
     if not line.startswith(_FRAME_BEGIN):
         return None

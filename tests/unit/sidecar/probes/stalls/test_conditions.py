@@ -15,7 +15,7 @@ from otel_infer.ringbuffer.process_rings import ProcessRings
 from otel_infer.ringbuffer.reader import RequestReader
 from otel_infer.ringbuffer.recorder import Recorder
 from otel_infer.ringbuffer.step_reader import StepReader
-from otel_infer.sidecar.probes.stalls.conditions import Limit, ProcessConditions, Stall
+from otel_infer.sidecar.probes.stalls.conditions import ProcessConditions, Stall, sleep_until_late
 from otel_infer.sidecar.probes.stalls.hang import HUNG_NS, Hang, find_hang
 
 pytestmark = pytest.mark.skipif(native is None, reason="the compiled module is missing")
@@ -113,19 +113,55 @@ def test_what_takes_long_every_time_is_not_late_without_an_engine(process: Proce
         process.find(begin + 500 * MS)
 
 
-def test_short_stalls_are_late_if_they_recur() -> None:
-    limit = Limit()
-    limit.set_usual([5 * MS] * 20)
-    assert not limit.is_exceeded(40 * MS, 0)
-    assert [limit.is_exceeded(60 * MS, at * SECOND) for at in range(5)] == [False, False, False, True, True]
-    assert not limit.is_exceeded(60 * MS, 100 * SECOND)
-    assert limit.is_exceeded(250 * MS, 200 * SECOND)
+def run_calls(process: Process, begin_s: int, count: int, takes_ms: int) -> list[bool]:
+    """Runs calls in a thread, one a second; returns which of them was late just before it ended."""
+    late = []
+    for second in range(begin_s, begin_s + count):
+        entry = note_thread(
+            process.writer.threads, process.open_request(second * SECOND), process.began + second * SECOND
+        )
+        late.append(bool(process.find(second * SECOND + takes_ms * MS)))
+        process.writer.threads[entry] = 0
+        process.find(second * SECOND + takes_ms * MS)
+    return late
 
 
-def test_four_times_the_usual_time_is_never_late() -> None:
-    limit = Limit()
-    limit.set_usual([200 * MS] * 20)
-    assert not limit.is_exceeded(790 * MS, 0) and limit.is_exceeded(810 * MS, 0)
+def test_short_stalls_are_late_if_they_recur(process: Process) -> None:
+    run_calls(process, 0, 20, 5)
+    assert run_calls(process, 100, 1, 40) == [False]
+    assert run_calls(process, 200, 5, 60) == [False, False, False, True, True]
+    assert run_calls(process, 300, 1, 60) == [False]
+    assert run_calls(process, 400, 1, 250) == [True]
+
+
+def test_four_times_the_usual_time_is_never_late(process: Process) -> None:
+    run_calls(process, 0, 20, 200)
+    assert run_calls(process, 100, 1, 790) == [False]
+    assert run_calls(process, 200, 1, 810) == [True]
+
+
+def test_a_long_stall_is_reported_again_after_one_two_and_four_seconds(process: Process) -> None:
+    note_thread(process.writer.threads, process.open_request(), process.began)
+    instants = (250, 1000, 1250, 3200, 3250, 7200, 7250)
+    assert [len(process.find(at * MS)) for at in instants] == [1, 0, 1, 0, 1, 0, 1]
+
+
+def test_the_sleep_ends_when_something_is_late(process: Process) -> None:
+    began = _clock.now()
+    sleep_until_late([process.conditions], began + 60 * MS, 10 * MS)
+    assert _clock.now() - began >= 60 * MS
+    word = layout.W_LOOPS
+    process.writer.words[word] = due_at = _clock.now() + 50 * MS
+    sleep_until_late([process.conditions], due_at + 3600 * SECOND, 10 * MS)
+    assert [stall.since for stall in process.conditions.find_stalls(_clock.now())] == [due_at]
+
+
+def test_without_a_budget_the_sleep_is_not_cut_short(process: Process) -> None:
+    process.writer.words[layout.W_LOOPS] = process.began
+    until = _clock.now() + 50 * MS
+    sleep_until_late([process.conditions], until, 10 * MS, reports_from=until + SECOND)
+    assert _clock.now() >= until
+    assert process.find(SECOND)  # the delay was not forgotten
 
 
 def test_a_step_that_does_not_end_is_late(process: Process) -> None:
