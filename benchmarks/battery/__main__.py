@@ -78,7 +78,7 @@ def _measure(server: str, fault: str, number: int, again: bool) -> dict[str, Any
         except (OSError, RuntimeError) as exc:  # the other draws go on
             print(f"{server} {fault} {number}: {exc}", file=sys.stderr, flush=True)
             return {"server": server, "fault": fault, "verdict": "not measured", "right": False}
-    report = explain_tape(folder / "server.tape")
+    report = explain_tape(folder / "server.tape", json.loads(client.read_text()).get("began_at", 0.0))
     (folder / "explain.json").write_text(json.dumps(report))
     right = is_right(fault, report)
     shown = ", ".join(f"{name} {share:.0%}" for name, share in list(report["causes"].items())[:4])

@@ -128,8 +128,8 @@ def measure_change(server: str, fault: str) -> dict[str, Any]:
         case = FAULTS[fault].draw(random.Random(f"{server} {fault} {NUMBER}"), SERVERS[server])
         reports = []
         for name, drawn in (("before", case), ("after", CHANGES[fault].apply(case))):
-            run_case(SERVERS[server], drawn, folder / name, RESULTS)
-            reports.append(explain_tape(folder / name / "server.tape"))
+            client = run_case(SERVERS[server], drawn, folder / name, RESULTS)
+            reports.append(explain_tape(folder / name / "server.tape", client["began_at"]))
         row = _compare(server, fault, *reports)
         outcome.write_text(json.dumps(row))
     print(

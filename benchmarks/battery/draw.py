@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from dataclasses import asdict
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -126,9 +127,10 @@ def stop_server(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def explain_tape(tape: Path) -> dict[str, Any]:
-    """Returns what `explain --json` reports about a tape, alone."""
-    command = [sys.executable, "-m", "otel_infer", "explain", str(tape), "--json", "--worst", "10000"]
-    done = subprocess.run(command, capture_output=True, check=True, cwd=ROOT)
+def explain_tape(tape: Path, began_at: float) -> dict[str, Any]:
+    """Returns what `explain --json` reports about a tape, alone. `began_at`: of the load after the warm-up, unix s."""
+    since = datetime.fromtimestamp(began_at).astimezone().isoformat()
+    command = [sys.executable, "-m", "otel_infer", "explain", str(tape), "--since", since]
+    done = subprocess.run([*command, "--json", "--worst", "10000"], capture_output=True, check=True, cwd=ROOT)
     report: dict[str, Any] = json.loads(done.stdout)
     return report

@@ -237,7 +237,7 @@ CAUSE_TABLE = (
     ),
     Cause(
         CAUSE_WARMUP, GROUP_STALL, "#d9a8c4",
-        "what a step took longer because it was the first of its engine or of its size",
+        "waiting for the first step of the engine, and what a step took longer as the first of its engine or its size",
         "run a batch and a prompt of each size once before the server reports that it is ready",
         is_warmup=True, slows_decode=True,
     ),

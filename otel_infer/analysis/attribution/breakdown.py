@@ -52,6 +52,8 @@ _STAGE_PRIORITIES = {
     **dict.fromkeys((semconv.SPAN_POSTPROCESS, semconv.SPAN_INGRESS), 1),
 }
 
+MIN_ENGINE_START_NS = 50_000_000  # a shorter wait for an engine's first step is no load of a model
+
 
 def attribute_latency(records: Sequence[RequestRecord]) -> None:
     """Sets the `breakdown` of each record. A call for many records costs less per record."""
@@ -175,7 +177,7 @@ def _attribute_pauses(ledger: _TimeLedger, record: RequestRecord) -> None:
 
 
 def _attribute_throttling_outside(ledger: _TimeLedger, record: RequestRecord) -> None:
-    """Attributes throttling outside the engine's stages, where no thread delays are recorded."""
+    """Attributes throttling outside the engine's stages."""
     outside = [(record.arrived_at, record.ended_at)]
     for stage in record.stages:
         if stage.name in _ENGINE_STAGES:
@@ -200,6 +202,9 @@ def _attribute_stage(
     if record.loop_pauses and name not in _OFF_EVENT_LOOP:
         _attribute_loop_delay(ledger, record, began, ended)
     if name == semconv.SPAN_QUEUE and began < record.received_at < ended:
+        first_step_at = min(record.engine_began_at, record.received_at)
+        if first_step_at - began >= MIN_ENGINE_START_NS:
+            ledger.attribute_interval(began, first_step_at, semconv.CAUSE_WARMUP)
         ledger.attribute_interval(began, record.received_at, semconv.CAUSE_HIDDEN_QUEUE)
     taken, causes = _claim_stage(ledger, record, stage), ledger.causes
     if name == semconv.SPAN_DECODE:
@@ -207,7 +212,7 @@ def _attribute_stage(
     elif name == semconv.SPAN_PREFILL:
         last_step_at = record.prefill_steps[-1].started_at if record.prefill_steps else began
         remainder_cause = (
-            semconv.CAUSE_PREEMPTION if ended_while_preempted(record, last_step_at) else semconv.CAUSE_PREFILL
+            semconv.CAUSE_PREEMPTION if record.ended_while_preempted(last_step_at) else semconv.CAUSE_PREFILL
         )
         _distribute_time(causes, prompt.causes, taken, remainder_cause)
     elif name == semconv.SPAN_POSTPROCESS:
@@ -296,17 +301,12 @@ def _move_starved_to_throttled(ledger: _TimeLedger, record: RequestRecord) -> No
             causes[semconv.CAUSE_STARVED] -= moved
 
 
-def ended_while_preempted(record: RequestRecord, since: int) -> bool:
-    """Returns whether a failed request was preempted at `since` or later, so it ended while it waited."""
-    return record.outcome != events.OK and record.preempted_at[-1:] >= (since,)
-
-
 def find_decode_remainder_cause(record: RequestRecord) -> str:
     """Returns the cause of decode time that no step covers.
 
     A generation that is recorded as one interval has no steps, so all its time is `decode`.
     """
-    if record.steps is not None and ended_while_preempted(record, record.last_token_at):
+    if record.steps is not None and record.ended_while_preempted(record.last_token_at):
         return semconv.CAUSE_PREEMPTION
     is_single_interval = record.steps is None and record.find_stage(semconv.SPAN_PREFILL) is None
     return (
@@ -319,16 +319,18 @@ def find_decode_remainder_cause(record: RequestRecord) -> str:
 def estimate_interrupted_step_time(record: RequestRecord, remaining: int) -> int:
     """Returns how much of the remaining decode time the unfinished step of the request itself took, ns.
 
-    At most as long as its longest step or as the cost model predicts. 0 for a request that succeeded.
+    At most its longest step or what the cost model predicts; all of it where there is neither. 0 without a failure.
     """
     if record.outcome == events.OK or remaining <= 0:
         return 0
     if record.steps is None:
         return remaining
-    if ended_while_preempted(record, record.last_token_at):
+    if record.ended_while_preempted(record.last_token_at):
         return 0
     costs, summary = record.cost_model, record.summary
     predicted = int(costs.base + costs.per_sequence * summary.batch_size_max) if costs is not None else 0
+    if record.interrupted_step is not None and not (predicted or summary.longest):
+        return remaining
     return min(remaining, predicted if _has_other_prefills(record) else max(summary.longest, predicted))
 
 
@@ -338,7 +340,7 @@ def estimate_interrupted_step_interference(record: RequestRecord, remaining: int
     That is the rest of the step, if other requests' prompts were in it and the cost model is known; else 0.
     """
     step = record.interrupted_step
-    if step is None or not _has_other_prefills(record) or ended_while_preempted(record, record.last_token_at):
+    if step is None or not _has_other_prefills(record) or record.ended_while_preempted(record.last_token_at):
         return 0
     return max(min(remaining, step.ended_at - max(step.started_at, record.last_token_at)), 0)
 

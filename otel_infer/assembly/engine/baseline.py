@@ -39,10 +39,14 @@ class EngineBaseline:
         if at >= self.thread_delays.due:
             self.thread_delays.resolve_samples(self._latest_steps(), self.get_cost_model())
 
-    def resolve_pending(self) -> None:
-        """Resolves all pending thread samples, because no step that is done will get more events."""
+    def resolve_pending(self, ended_at: int, final: bool) -> None:
+        """Resolves pending thread samples for a request that ended at this instant, up to the last step that is done.
+
+        `final`: all of them, because no step will get more events.
+        """
         if self.thread_delays.has_pending:
-            self.thread_delays.resolve_samples(self._latest_steps(), self.get_cost_model(), final=True)
+            steps, costs = self._latest_steps(), self.get_cost_model()
+            self.thread_delays.resolve_samples(steps, costs, final, ended_at)
 
     def _latest_steps(self) -> Any:
         """Returns the latest steps, as far back as the oldest pending thread sample."""

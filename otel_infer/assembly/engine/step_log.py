@@ -123,7 +123,7 @@ class EngineStepLog:
             self.invalidate_batch()
         prefills, tokens = self._find_prefills(event) if self._prefilling else ({}, 0)
         self.table.begin_step(event, tokens)
-        self.baseline.warmup.add_step(step, size, tokens)
+        self.baseline.warmup.add_step(step, size, tokens, event.at)
         if size or self._members is not None:  # the first step of a tape may be one without any information
             self._unfinished[step] = _UnfinishedStep(event, self._members, prefills)
         if len(self._unfinished) > MAX_UNFINISHED_STEPS:
@@ -204,10 +204,9 @@ class EngineStepLog:
         """Records that a request's only sequence lost its KV; it may never have left the batch."""
         self._prefilling[handle] = 1
 
-    def resolve_pending(self) -> None:
-        """Resolves pending thread samples if no step is unfinished."""
-        if not self._unfinished:
-            self.baseline.resolve_pending()
+    def resolve_pending(self, ended_at: int) -> None:
+        """Resolves the pending thread samples of a request that ended at this instant; all if no step is unfinished."""
+        self.baseline.resolve_pending(ended_at, final=not self._unfinished)
 
     # ── batch membership ────────────────────────────────────────────────────────────────────────────────────
 

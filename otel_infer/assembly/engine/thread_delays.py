@@ -222,15 +222,18 @@ class ThreadDelays(KnownDelays):
             self._pending[i] = sample._replace(waited_ns=sample.waited_ns - excess)
             self._pending[i - 1] = before._replace(waited_ns=before.waited_ns + excess)
 
-    def resolve_samples(self, steps: Any, cost_model: StepCostModel | None, final: bool = False) -> None:
+    def resolve_samples(
+        self, steps: Any, cost_model: StepCostModel | None, final: bool = False, ended_at: int = 0
+    ) -> None:
         """Compares due samples with the steps up to their ends; `final`: all pending samples.
 
-        `steps`: columns of a `StepTable`.
+        `steps`: columns of a `StepTable`. `ended_at`: the end of a request that is concluded. It will not see that a later
+        sample changes one that began before its end, so that one is due.
         """
         _, started, ended, _, size, prompts = steps
         columns = _SampledSteps(np.maximum(started[1:], ended[:-1]), ended[1:], size[1:], prompts[1:] == 0)
         last = int(ended.max())  # later steps are in flight
-        while self._pending and (final or self.due <= last):
+        while self._pending and (final or self._due_for(ended_at) <= last):
             sample = self._pending.popleft()
             self._update_due()
             if sample.since > self._bounds[self._sample_count - 1]:
@@ -252,6 +255,10 @@ class ThreadDelays(KnownDelays):
                 np.array(shares) * (sample.at - sample.since),
                 np.array([sample.waited_ns, fault_ns]),
             )
+
+    def _due_for(self, ended_at: int) -> int:
+        """Returns when the oldest pending sample is due, for a request that ended at this instant, if any."""
+        return self._pending[0].at if self._pending[0].since < ended_at else self.due
 
     @property
     def fault_ns(self) -> float:

@@ -62,8 +62,11 @@ class WarmupSteps(NamedTuple):
 class StepKinds:
     """The kinds of steps that an engine has had, shared by its step logs on several threads.
 
-    `batches`, `prompts`: size classes of the batch and of its prompt tokens.
+    `batches`, `prompts`: size classes of the batch and of its prompt tokens. `first_step_at`: begin of its first step;
+    -1 where that was not seen.
     """
+
+    first_step_at = 0
 
     def __init__(self) -> None:
         self.batches: set[int] = set()
@@ -75,15 +78,21 @@ class WarmupTracker:
 
     def __init__(self, seen_kinds: StepKinds | None = None) -> None:
         kinds = StepKinds() if seen_kinds is None else seen_kinds
-        self._seen_batches, self._seen_prompts = kinds.batches, kinds.prompts
+        self._kinds, self._seen_batches, self._seen_prompts = kinds, kinds.batches, kinds.prompts
         self._early_until = 0 if self._seen_batches else EARLY_STEPS
         self._steps: frozenset[int] = frozenset()
         self._rates: dict[int, float] = {}
         self._warmup_steps: WarmupSteps | None = None
         self._is_tracking = True
 
-    def add_step(self, step: int, size: int, prompt_tokens: int) -> None:
-        """Adds a step with `size` sequences and `prompt_tokens` tokens of prompts."""
+    @property
+    def first_step_at(self) -> int:
+        """When the first step of the engine began, on any of its threads; 0 before it, -1 if it was not seen."""
+        return self._kinds.first_step_at
+
+    def add_step(self, step: int, size: int, prompt_tokens: int, at: int = 0) -> None:
+        """Adds a step with `size` sequences and `prompt_tokens` tokens of prompts that began at this instant; 0 = unknown."""
+        self._kinds.first_step_at = self._kinds.first_step_at or (at if step == 1 else -1)
         batch, prompts = (size - 1).bit_length(), _size_class(prompt_tokens)
         if batch in self._seen_batches and prompts in self._seen_prompts and step > self._early_until:
             return

@@ -123,7 +123,7 @@ class RequestRecord:
     generations, where the request was submitted several times. `concurrent_sequences`: how many of its
     `sequences` then ran at a time.
 
-    Causes. `cost_model`: of the engine's steps, as known at the end. `prefills_by_step`: the requests with
+    Causes. `cost_model`: of the engine's steps, as known at the end. `engine_began_at`: its first step. `prefills_by_step`: the requests with
     prompt tokens in each step. `thread_delays`: of the engine's thread, read soon after the end. `pauses`: of
     the whole process; `loop_pauses`: of its event loop only. `code_samples`: of late threads of its processes.
 
@@ -196,6 +196,7 @@ class RequestRecord:
     detokenize_ns: int = 0
     cost_model: StepCostModel | None = None
     warmup_steps: WarmupSteps | None = None
+    engine_began_at: int = 0
     thread_delays: KnownDelays | None = field(default=None, compare=False)
     prefills_by_step: Mapping[int, Sequence[PrefillInStep]] | None = None
     breakdown: LatencyBreakdown | None = None
@@ -207,6 +208,10 @@ class RequestRecord:
     ring: int = 0
     handle: int = 0
     _summary: StepSummary | None = None
+
+    def ended_while_preempted(self, since: int) -> bool:
+        """Returns whether it failed and was preempted at `since` or later, so it ended while it waited."""
+        return self.outcome != OK and self.preempted_at[-1:] >= (since,)
 
     @property
     def duration_ns(self) -> int:

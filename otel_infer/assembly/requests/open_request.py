@@ -232,7 +232,7 @@ class OpenRequest:
         self.current_runs = {}
         if self.runs:
             for log in {run.log for run in self.runs}:
-                log.resolve_pending()
+                log.resolve_pending(self.ended_at)
             self.cost_model, self.warmup_steps = self.runs[-1].log.baseline.get_model_and_warmup()
         if self.ended is not None and not self.is_end_observed:
             self.ended = self.ended._replace(at=min(self.ended.at, self._last_observed_at()))

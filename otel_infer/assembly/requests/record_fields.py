@@ -45,6 +45,7 @@ def _apply_baseline(record: RequestRecord, request: OpenRequest) -> None:
     record.prefills_by_step = log.prefill_history.freeze()
     record.thread_delays = log.baseline.thread_delays.freeze()
     record.cost_model, record.warmup_steps = request.cost_model, request.warmup_steps
+    record.engine_began_at = log.baseline.warmup.first_step_at
 
 
 def _apply_counts(record: RequestRecord, request: OpenRequest) -> None:

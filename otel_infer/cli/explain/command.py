@@ -3,7 +3,7 @@
 otel-infer explain                                  the last two minutes of the only server here; leaves no file
 otel-infer explain --server 4711                    the server with this process, if several run
 otel-infer explain --request chatcmpl-abc           one request, by response id or beginning of trace id
-otel-infer explain demo.tape                        the requests of a tape, also on another machine
+otel-infer explain demo.tape --since 14:05          the requests of a tape, also on another machine
 otel-infer explain after.tape --against before.tape
 """
 
@@ -20,7 +20,7 @@ from otel_infer import semconv
 from otel_infer.assembly.records.request import RequestRecord
 from otel_infer.cli import running_server
 from otel_infer.cli.errors import CommandError
-from otel_infer.cli.explain import client_spans
+from otel_infer.cli.explain import client_spans, period
 from otel_infer.cli.explain.client_spans import ClientLatency
 from otel_infer.cli.explain.source import ExplainSource, describe_source
 from otel_infer.cli.explain.tenants import format_tenant, summarise_tenants
@@ -43,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a file that `otel-infer run --tape` or `otel-infer dump` wrote; default: a running server",
     )
     running_server.add_arguments(parser)
+    period.add_arguments(parser)
     parser.add_argument(
         "--request",
         metavar="ID",
@@ -104,10 +105,10 @@ def _read_input(arguments: argparse.Namespace) -> ExplainInput:
     if arguments.tape is None:
         folder = running_server.find_server_folder(arguments.rings, arguments.server)
         with running_server.open_dump(folder) as tape:
-            return _read_inferences(tape, arguments.request, folder)
+            return _read_inferences(tape, arguments.request, folder, period.read_period(arguments))
     if arguments.rings or arguments.server:
         raise CommandError("give a tape, or a running server by --rings and --server, not both")
-    return _read_inferences(Path(arguments.tape), arguments.request)
+    return _read_inferences(Path(arguments.tape), arguments.request, arrived=period.read_period(arguments))
 
 
 def _read_client_latency(records: list[RequestRecord], path: str | None) -> ClientLatency | None:
@@ -125,7 +126,12 @@ def _read_client_latency(records: list[RequestRecord], path: str | None) -> Clie
     return latency
 
 
-def _read_inferences(path: Path, request_id: str | None = None, folder: Path | None = None) -> ExplainInput:
+def _read_inferences(
+    path: Path,
+    request_id: str | None = None,
+    folder: Path | None = None,
+    arrived: period.Period = period.ALWAYS,
+) -> ExplainInput:
     """Reads a tape. With a request id, it includes the requests that ended before the period of the tape.
 
     `folder`: the folder of the rings if the tape is a dump of a running server.
@@ -140,8 +146,11 @@ def _read_inferences(path: Path, request_id: str | None = None, folder: Path | N
     )
 
     assembler = Assembler()
-    finished = list((read_records if request_id else read_recent_records)(path, assembler))
+    read = read_records if request_id else read_recent_records
+    finished = period.select_requests(list(read(path, assembler)), arrived)
     complete_since = file.read_began_at(path)
+    if arrived.since is not None and finished:
+        complete_since = max(complete_since, min(record.arrived_at for record in finished))
     source = describe_source(finished, complete_since, tape=None if folder else path, folder=folder)
     inferences = [record for record in finished if record.operation]
     running_since = find_running_since(assembler)

@@ -14,7 +14,8 @@ from otel_infer import _clock
 from otel_infer.instrumentation.hooks.compiled_hook import compile_hook
 from otel_infer.instrumentation.hooks.context_hooks import compile_tokenizer, tokenizer_call
 from otel_infer.instrumentation.hooks.probe import Hook
-from otel_infer.instrumentation.transformers._instrumentor import instrumentor
+from otel_infer.instrumentation.hooks.thread_counters import record_thread_run
+from otel_infer.instrumentation.transformers._instrumentor import ENGINE, instrumentor
 from otel_infer.instrumentation.transformers.generation_run import compiled_state, thread_state
 from otel_infer.ringbuffer import events
 from otel_infer.tracing import start
@@ -115,10 +116,19 @@ def wrap_streamer_put(original: Callable[..., Any], hook: Hook) -> Callable[...,
 
 @instrumentor.patch_hot_path("transformers.generation.streamers:TextStreamer.end", part="streamers")
 def wrap_streamer_end(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
-    """Removes what `put` has stored: it refers to the streamer, which only the garbage collector would free."""
+    """Removes what `put` has stored: it refers to the streamer, which only the garbage collector would free.
+
+    Then it records the thread's counters: at the end of a stream the client's request ends, perhaps before `generate` does.
+    """
 
     def end(self: Any) -> Any:
         vars(self).pop("put", None)
+        run = thread_state.run
+        if run is not None and run.writer is not None and hook.alive:
+            try:
+                record_thread_run(run.writer, ENGINE)
+            except Exception as exc:
+                hook.mark_failed(exc)
         return original(self)
 
     return end

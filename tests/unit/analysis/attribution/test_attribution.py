@@ -222,6 +222,9 @@ def test_attribution_is_the_same_in_batches_and_alone(program: list[Tick], depth
 hidden queue is separate from scheduler queue
     tokenize 2–5, submitted 6, received 36, step 56–66 a:4, step 66–76 a, ends 78 chunks=2
     → ingress 2, tokenize 3, application 1, hidden_queue 30, scheduler_queue 20, prefill 10, decode 10, egress 2
+waiting until a model is loaded is warmup
+    submitted 6, received 806, step 816–826 a:4, ends 826
+    → ingress 6, warmup 800, scheduler_queue 10, prefill 10
 grammar and kv transfer are not scheduler queue
     submitted 2, received 6, grammar 4–34, kv transfer 40–50, step 56–66 a:4, ends 66
     → ingress 2, hidden_queue 2, grammar 30, kv_transfer 10, scheduler_queue 12, prefill 10

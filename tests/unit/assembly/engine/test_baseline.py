@@ -106,7 +106,7 @@ def test_last_thread_sample_counts_at_shutdown() -> None:
     table, baseline = engine(FIT_FIRST)
     at = table.last * LENGTH
     baseline.thread_delays.add_sample(thread_sample(at, at + LENGTH, waited=LENGTH // 2))
-    baseline.resolve_pending()
+    baseline.resolve_pending(at, final=True)
     assert (
         baseline.thread_delays.delay_in_interval(at, at + LENGTH)[0] == LENGTH // 2
         and not baseline.thread_delays.has_pending

@@ -101,15 +101,15 @@ def test_prefilling_request_is_removed_when_its_record_ends() -> None:
 
 def test_unknown_step_is_not_waited_for() -> None:
     """A flight recorder's recording may begin with such a step and contain nothing else of it."""
-    log, resolved = EngineStepLog("toy", 7, 1, lambda handle: None), []
-    log.baseline.resolve_pending = lambda: resolved.append(log.table.last)  # type: ignore[method-assign]
+    log, finals = EngineStepLog("toy", 7, 1, lambda handle: None), list[bool]()
+    log.baseline.resolve_pending = lambda ended_at, final: finals.append(final)  # type: ignore[method-assign]
     log.begin_step(events.StepScheduled(10, 4, False, 0, (), (), (), 0, 0, 0, 0))
     log.begin_step(events.StepScheduled(10, 5, True, 1, (), (9,), (), 0, 0, 0, 0))
-    log.resolve_pending()
-    assert resolved == []
+    log.resolve_pending(0)
+    assert finals == [False]
     assert log.end_step(events.StepDone(20, 5, (), 0)) is not None
-    log.resolve_pending()
-    assert resolved == [5]
+    log.resolve_pending(0)
+    assert finals == [False, True]
 
 
 def feed(story: Story) -> Assembler:

@@ -103,6 +103,16 @@ def test_step_in_flight_does_not_block_resolution() -> None:
     assert delays.has_delays(10 * MS, 40 * MS)
 
 
+def test_a_concluded_request_takes_the_last_sample_that_began_before_its_end() -> None:
+    delays, steps = ThreadDelays(), table(10, 30, 10, 10)
+    delays.add_sample(sample(40, 0, ran=20, waited=20))
+    for ended_at in (0, -1):  # without a request, and for one that ended before
+        delays.resolve_samples(steps, COSTS, ended_at=ended_at)
+        assert not delays.has_delays(10 * MS, 40 * MS)
+    delays.resolve_samples(steps, COSTS, ended_at=45 * MS)
+    assert delays.has_delays(10 * MS, 40 * MS)
+
+
 def test_samples_without_a_step_end_are_dropped() -> None:
     delays = ThreadDelays()
     for i in range(2 * MAX_PENDING):
