@@ -59,7 +59,7 @@ def _plan(arguments: argparse.Namespace) -> list[tuple[str, str, int]]:
         (server, fault)
         for server in arguments.servers
         for fault in arguments.faults
-        if server in FAULTS[fault].servers and SERVERS[server].can_run
+        if server in FAULTS[fault].servers and (arguments.again or SERVERS[server].can_run)
     ]
     if arguments.sample:
         return [(*cell, 0) for cell in random.sample(cells, min(arguments.sample, len(cells)))]

@@ -141,6 +141,10 @@ def draw_burst(rng: random.Random, server: Server) -> Case:
     return Case(requests + [replace(request, at=at + request.at) for request in burst])
 
 
+FEW_SEQUENCES = {"vllm": ("--max-num-seqs", "4"), "transformers-serve": ("--cb-num-blocks", "64")}
+"""Engines that run few sequences at a time, or few long ones."""
+
+
 def draw_heavy_among_light(rng: random.Random, server: Server) -> Case:
     light = draw_requests(rng, SECONDS, server.rate, (4, 10))
     heavy = [
@@ -148,7 +152,7 @@ def draw_heavy_among_light(rng: random.Random, server: Server) -> Case:
         for turn in range(3)
         for _ in range(8)
     ]
-    return Case(light + heavy, arguments=("--max-num-seqs", "4") if server.name == "vllm" else ())
+    return Case(light + heavy, arguments=FEW_SEQUENCES.get(server.name, ()))
 
 
 SMALL_CACHE = ("--block-size", "32", "--num-gpu-blocks-override", "24", "--max-model-len", "640")
@@ -198,7 +202,8 @@ FAULTS = {
     "long prompts": Fault(("prefill",), draw_long_prompts, UNBLOCKED),
     "long prompts, one batch": Fault(("prefill", "stutter"), draw_long_prompts, ENGINES),
     "long prompts, blocked loop": Fault(("prefill", "pre_engine"), draw_long_prompts, BLOCKED),
-    "burst": Fault(("peak", "too_many_at_once"), draw_burst, (*UNBLOCKED, *ENGINES)),
+    "burst": Fault(("peak", "too_many_at_once"), draw_burst, UNBLOCKED),
+    "burst, one batch": Fault(("peak", "batching"), draw_burst, ENGINES),
     "burst, blocked loop": Fault(("peak", "pre_engine"), draw_burst, BLOCKED),
     "heavy among light": Fault(
         ("head_of_line_blocking", "too_many_at_once"), draw_heavy_among_light, STREAMS

@@ -13,6 +13,7 @@ import numpy as np
 
 from otel_infer import semconv
 from otel_infer.analysis.attribution.step_columns import (
+    _UNKNOWN_COST,
     _DecodeSteps,
     _requests_with_delays,
     _subtract_pauses,
@@ -83,6 +84,7 @@ def _build_columns(records: list[RequestRecord], steps: _DecodeSteps) -> dict[st
     if queued.any():
         columns[semconv.CAUSE_SCHEDULER_QUEUE] = queued
     _move_stalls(columns, warmup_rows, warmup_ns, delays, idle)
+    _move_to_batching(records, steps, columns)
     if idle is not None:
         _move_idle_to_host(steps, columns, idle)
     _move_to_gpu_throttled(records, steps, columns)
@@ -120,11 +122,19 @@ def _move_stalls(
         stalled -= longer
 
 
-def _take_longer_runs(stalled: Any, longer_share: Any, idle: Any) -> Any:
-    """Returns the part of each stall in which the engine's thread was on a CPU longer than usual.
+def _move_to_batching(records: list[RequestRecord], steps: _DecodeSteps, columns: dict[str, Any]) -> None:
+    """Moves `ran_longer` to `batching` in batches that are larger than any whose cost is known."""
+    longer = columns.get(semconv.CAUSE_RAN_LONGER)
+    if longer is None or not longer.any():
+        return
+    largest = [(record.cost_model or _UNKNOWN_COST).max_size for record in records]
+    moved = longer * (steps.size > steps.repeat_per_step(np.array([largest]))[0])
+    longer -= moved
+    columns[semconv.CAUSE_BATCHING] += moved
 
-    Where device idle time is known there is none: such a run shows as idle time of the device, or it delays nothing.
-    """
+
+def _take_longer_runs(stalled: Any, longer_share: Any, idle: Any) -> Any:
+    """Returns the part of each stall in which the engine's thread was on a CPU longer than usual; none on a timed device."""
     longer = (longer_share * stalled).astype(np.int64)
     return longer if idle is None else np.where(idle < 0, longer, 0)
 

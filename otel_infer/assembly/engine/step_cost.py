@@ -16,15 +16,17 @@ MIN_STEPS = 6
 """Fewest steps for an estimate."""
 MIN_GROUP_STEPS, MAX_GROUPS = 3, 32
 _MAD_TO_SIGMA = 1.4826
+ANY_SIZE = 1 << 30
 
 
 class StepCostModel(NamedTuple):
-    """The cost of a step without prompts, ns. `steps`: number of steps the model was fitted to."""
+    """The cost of a step without prompts, ns. `steps`: number of steps it was fitted to; `max_size`: the largest batch."""
 
     base: float
     per_sequence: float
     spread: float
     steps: int
+    max_size: int = ANY_SIZE
 
 
 def cost_model_from_steps(table: Any, delays: Any = 0) -> StepCostModel | None:
@@ -56,7 +58,8 @@ def fit_cost_model(lengths: Any, sizes: Any) -> StepCostModel | None:
     slope = _fit_slope(size, middle, counts)
     base = max(float(np.median(np.repeat(middle - slope * size, counts))), 0.0)
     deviations = np.abs(lengths - (base + slope * sizes))
-    return StepCostModel(base, slope, float(np.median(deviations)) * _MAD_TO_SIGMA, len(lengths))
+    spread = float(np.median(deviations)) * _MAD_TO_SIGMA
+    return StepCostModel(base, slope, spread, len(lengths), int(sizes.max()))
 
 
 def _fit_slope(size: Any, middle: Any, counts: Any) -> float:
