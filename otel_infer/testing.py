@@ -33,8 +33,9 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 
 from otel_infer import _clock, semconv
 from otel_infer.analysis.finish import finish_requests
-from otel_infer.assembly.assembler import GRACE_NS, Assembler
+from otel_infer.assembly.assembler import Assembler
 from otel_infer.assembly.records.request import RequestRecord
+from otel_infer.assembly.requests.ended_requests import SETTLED_NS
 from otel_infer.config import environment
 from otel_infer.export.otlp import Span
 from otel_infer.export.sampling.tail_sampler import TailSampler
@@ -80,7 +81,7 @@ class Captured:
             time.sleep(LATE_EVENTS_S)
         with self._lock:
             self._read_events()
-            self._records += finish_requests(self._assembler, _clock.now() + GRACE_NS)
+            self._records += finish_requests(self._assembler, _clock.now() + SETTLED_NS)
             return list(self._records)
 
     def tree(self, times: bool = False, timeout: float = 2.0) -> str:

@@ -141,7 +141,7 @@ def draw_burst(rng: random.Random, server: Server) -> Case:
     return Case(requests + [replace(request, at=at + request.at) for request in burst])
 
 
-FEW_SEQUENCES = {"vllm": ("--max-num-seqs", "4"), "transformers-serve": ("--cb-num-blocks", "64")}
+FEW_SEQUENCES = {"vllm": ("--max-num-seqs", "4"), "transformers-serve": ("--cb-num-blocks", "24")}
 """Engines that run few sequences at a time, or few long ones."""
 
 

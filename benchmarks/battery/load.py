@@ -13,6 +13,7 @@ from typing import Any
 
 WORDS = "tell me of the weather in the north and of the roads to it "
 GIVE_UP_S = 40.0
+MIN_REQUESTS = 20
 TEXTS = 6
 """Texts of a request for embeddings."""
 
@@ -133,9 +134,9 @@ def draw_requests(
     tokens: tuple[int, int],
     words: tuple[int, int] = (12, 48),
 ) -> list[TimedRequest]:
-    """Returns requests at random times, `rate` per second for `seconds`."""
-    at, requests = 0.2, []
-    while at < seconds:
+    """Returns requests at random times, `rate` per second for `seconds`, or until there are enough for a verdict."""
+    at, requests = 0.2, list[TimedRequest]()
+    while at < seconds or len(requests) < MIN_REQUESTS:
         requests.append(TimedRequest(at, rng.randint(*words), rng.randint(*tokens)))
         at += rng.expovariate(rate)
     return requests

@@ -7,8 +7,6 @@ later than the end. Events after that are ignored, however many are fed at once.
 
 from __future__ import annotations
 
-import heapq
-import itertools
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -27,17 +25,14 @@ from otel_infer.assembly.records.process import StartRecord
 from otel_infer.assembly.records.request import RequestRecord
 from otel_infer.assembly.request_fragments import RequestFragments
 from otel_infer.assembly.requests.conclude import OpenRequest, build_records, build_unrecorded_end
+from otel_infer.assembly.requests.ended_requests import GRACE_NS, EndedRequests
 from otel_infer.assembly.requests.shapes import ShapedRequest, find_shape
 from otel_infer.assembly.startup import StartupTracker
 from otel_infer.ringbuffer import events
 
 log = logging.getLogger(__name__)
 
-GRACE_NS = 300_000_000
-"""How long an ended request waits for events that happened before its end and are read after it."""
-
 Key = tuple[int, int]
-_NEVER = 1 << 63
 
 
 class Assembler:
@@ -53,8 +48,7 @@ class Assembler:
         self.steps: list[StepRecord] = []
         self.workers, self.processes, self._clocks = WorkerState(), ProcessState(), GpuClocks()
         self._fragments, self.pauses, self._startups = RequestFragments(), Pauses(), StartupTracker()
-        self._ended: list[tuple[int, int, OpenRequest]] = []  # a heap: due instant, unique number, request
-        self._due, self._numbers = _NEVER, itertools.count()
+        self._ended = EndedRequests()
         self._closed: list[OpenRequest] = []
         self._closed_steps = 0
         self._ready: list[RequestRecord | ShapedRequest] = []
@@ -96,7 +90,7 @@ class Assembler:
         handlers, open_requests = self._handlers, self.open_requests
         for ring, handle, event in recorded:
             try:
-                if event[0] > self._due:  # its instant
+                if event[0] > self._ended.due:  # its instant
                     self._close_due_requests(event[0] - 1)
                 handler = handlers.get(type(event))
                 if handler is not None:
@@ -200,9 +194,7 @@ class Assembler:
     def _mark_ended(self, request: OpenRequest, event: events.RequestEnded) -> None:
         if request.ended is None:
             request.ended = event
-            due = request.ended_at + GRACE_NS
-            heapq.heappush(self._ended, (due, next(self._numbers), request))
-            self._due = min(self._due, due)
+            self._ended.add(request)
 
     def _end_unobserved(self, request: OpenRequest, at: int) -> None:
         """Ends a request whose end was not recorded. `at`: when that was noticed, perhaps long after the end."""
@@ -211,9 +203,7 @@ class Assembler:
             self._mark_ended(request, build_unrecorded_end(at, events.OK, ""))
 
     def _close_due_requests(self, horizon: int) -> None:
-        while self._ended and self._due <= horizon:  # a damaged tape may state any horizon
-            due, _, request = heapq.heappop(self._ended)
-            self._due = self._ended[0][0] if self._ended else _NEVER  # first, because the rest may raise
+        for request, due in self._ended.take_due(horizon):
             key = request.ring, request.handle
             if self.open_requests.get(key) is request:  # else the handle is in use by another request
                 del self.open_requests[key]

@@ -66,7 +66,8 @@ def read_records(
     Process starts stay in `assembler`. Steps and pauses, which are many, stay there only with `keeps_steps`.
     """
     from otel_infer.analysis.finish import finish_requests
-    from otel_infer.assembly.assembler import GRACE_NS, Assembler
+    from otel_infer.assembly.assembler import Assembler
+    from otel_infer.assembly.requests.ended_requests import SETTLED_NS
 
     assembler = assembler or Assembler()
     horizon = 0
@@ -75,7 +76,7 @@ def read_records(
         assembler.feed_events(batch.recorded_events)
         _discard_unused(assembler, keeps_steps)
         yield from finish_requests(assembler, horizon)
-    yield from finish_requests(assembler, horizon + GRACE_NS)
+    yield from finish_requests(assembler, horizon + SETTLED_NS)
 
 
 def _discard_unused(assembler: Assembler, keeps_steps: bool) -> None:

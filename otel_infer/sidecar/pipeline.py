@@ -13,8 +13,9 @@ from itertools import repeat
 from typing import Any
 
 from otel_infer import _clock, semconv
-from otel_infer.assembly.assembler import GRACE_NS, Assembler
+from otel_infer.assembly.assembler import Assembler
 from otel_infer.assembly.records.process import StartRecord
+from otel_infer.assembly.requests.ended_requests import GRACE_NS, SETTLED_NS
 from otel_infer.config import budget, slo
 from otel_infer.config.environment import Config
 from otel_infer.export.interfaces import RequestExporter, RequestListener
@@ -122,7 +123,7 @@ class Pipeline:
             self.rings.add_event(RecordedEvent(SERVER_RING, 0, throttled))
         self.accounting.snapshot_recorded()
         recorded = self.rings.poll(now, final)
-        horizon = now + GRACE_NS if final else self.rings.horizon
+        horizon = now + SETTLED_NS if final else self.rings.horizon
         self._record_events(recorded, horizon)
         self.assembler.feed_events(recorded)
         self.accounting.count_unseen(now, final)
@@ -293,7 +294,7 @@ class Pipeline:
 
     def export_without_grace(self, now: int) -> None:
         """Exports ended requests without waiting for late events, because a flush was requested."""
-        self.export_requests(now + GRACE_NS, final=True)
+        self.export_requests(now + SETTLED_NS, final=True)
 
     def flush(self, timeout: float) -> bool:
         """Waits up to `timeout` s until all data handed over was tried; returns whether it was."""

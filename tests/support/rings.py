@@ -6,8 +6,9 @@ from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 
 from otel_infer import _clock
-from otel_infer.assembly.assembler import GRACE_NS, Assembler
+from otel_infer.assembly.assembler import Assembler
 from otel_infer.assembly.records.request import RequestRecord
+from otel_infer.assembly.requests.ended_requests import GRACE_NS
 from otel_infer.ringbuffer.arena import MemoryArena
 from otel_infer.ringbuffer.merged_reader import MergedReader
 from otel_infer.ringbuffer.recorder import recorder

@@ -15,8 +15,9 @@ from unittest import mock
 from hypothesis import strategies as st
 
 from otel_infer import _clock
-from otel_infer.assembly.assembler import GRACE_NS, Assembler
+from otel_infer.assembly.assembler import Assembler
 from otel_infer.assembly.records.request import RequestRecord
+from otel_infer.assembly.requests.ended_requests import GRACE_NS
 from otel_infer.ringbuffer import batch_writer, events, layout, merged_reader
 from otel_infer.ringbuffer.arena import MemoryArena
 from otel_infer.ringbuffer.batch_writer import BatchWriter, HandleTable

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from otel_infer.analysis.attribution.step_columns import _UNKNOWN_COST, _DecodeSteps
-from otel_infer.assembly.engine.thread_delays import compute_error_margin
+from otel_infer.assembly.engine.delay_shares import compute_error_margin
 from otel_infer.assembly.records.request import RequestRecord
 
 

@@ -20,10 +20,17 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import deque
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
+from otel_infer.assembly.engine.delay_shares import (
+    DelayShares,
+    SampledSteps,
+    compute_excess,
+    compute_shares,
+    time_off_cpu,
+)
 from otel_infer.assembly.engine.step_cost import StepCostModel
 from otel_infer.ringbuffer.events import ThreadRan, ThreadSeen
 
@@ -38,29 +45,13 @@ FAULT_COST_SAMPLES, MAX_FAULT_COST_FACTOR = 8, 2.0
 
 The factor is estimated from this many samples, and is at most 2.
 """
+MAX_LAG_NS = 10_000_000_000
+"""A thread that was not sampled for longer is no longer sampled."""
 MIN_DELAY_SHARE = 0.01
 """Share of a sample below which faults and CPU waits are ignored, because every thread has a few."""
-_ERROR_SIGMAS, _MIN_ERROR_SHARE = 3.0, 0.05
 _START_ERROR_NS = 20_000_000
 """Error of a thread's start, which the kernel reports in ticks."""
 _NEVER, _LAST_INSTANT = 1 << 63, (1 << 63) - 1
-
-
-class DelayShares(NamedTuple):
-    """Shares of a step's excess, as numbers or columns; `blocked` and `longer` are shares of the remaining excess."""
-
-    starved: Any
-    faulted: Any
-    blocked: Any
-    longer: Any
-
-
-_NO_DELAY = DelayShares(0.0, 0.0, 0.0, 0.0)
-
-
-def compute_error_margin(typical: Any, spread: Any) -> Any:
-    """Returns the error of the estimate, ns: three times its spread, at least a twentieth of the estimate."""
-    return np.maximum(_ERROR_SIGMAS * spread, _MIN_ERROR_SHARE * typical)
 
 
 class KnownDelays:
@@ -145,7 +136,7 @@ class ThreadDelays(KnownDelays):
         self._sample_count = 0
         self._frozen: KnownDelays | None = None
         self.due = _NEVER
-        self._system_ns = self._faults = 0
+        self._system_ns, self._faults, self._is_over = 0, 0, False
         self._fault_cost_ratios: deque[float] = deque(maxlen=FAULT_COST_SAMPLES)
         self._recent: deque[ThreadSeen] = deque(maxlen=MAX_PENDING)
         self._fault_cost_factor = 1.0
@@ -172,6 +163,7 @@ class ThreadDelays(KnownDelays):
         """Adds a sample; it has an effect once the steps in it are done."""
         if not self._sample_count:
             self._append_bound(sample.since, 0.0, 0.0)
+        self._is_over = False
         self._system_ns += sample.system_ns
         self._faults += sample.faults
         self._pending.append(sample)
@@ -199,6 +191,12 @@ class ThreadDelays(KnownDelays):
         length = totals.at - since
         self.add_sample(ThreadSeen(totals.at, since, min(ran, length), min(waited, length), system, faults))
         self._recent.clear()
+        self._is_over = True
+
+    def lags_behind(self, at: int) -> bool:
+        """Returns whether samples of this thread are to come, and the last one ended before this instant."""
+        last = self._last_bound()
+        return not self._is_over and 0 < last < at <= last + MAX_LAG_NS
 
     def _last_bound(self) -> int:
         """Returns the end of the last sample; 0 without one."""
@@ -216,7 +214,7 @@ class ThreadDelays(KnownDelays):
         """
         for i in range(len(self._pending) - 1, 0, -1):
             sample, before = self._pending[i], self._pending[i - 1]
-            excess = sample.waited_ns - _off_cpu(sample)
+            excess = sample.waited_ns - time_off_cpu(sample)
             if excess <= 0 or sample.since != before.at:
                 break
             self._pending[i] = sample._replace(waited_ns=sample.waited_ns - excess)
@@ -231,7 +229,7 @@ class ThreadDelays(KnownDelays):
         sample changes one that began before its end, so that one is due.
         """
         _, started, ended, _, size, prompts = steps
-        columns = _SampledSteps(np.maximum(started[1:], ended[:-1]), ended[1:], size[1:], prompts[1:] == 0)
+        columns = SampledSteps(np.maximum(started[1:], ended[:-1]), ended[1:], size[1:], prompts[1:] == 0)
         last = int(ended.max())  # later steps are in flight
         while self._pending and (final or self._due_for(ended_at) <= last):
             sample = self._pending.popleft()
@@ -241,7 +239,7 @@ class ThreadDelays(KnownDelays):
             fault_ns = self.fault_ns * sample.faults
             if sample.waited_ns + fault_ns < MIN_DELAY_SHARE * (sample.at - sample.since):
                 sample, fault_ns = sample._replace(waited_ns=0), 0.0
-            excess = _compute_excess(sample, columns, cost_model) if cost_model is not None else None
+            excess = compute_excess(sample, columns, cost_model) if cost_model is not None else None
             if excess is not None and excess.without_prompts and fault_ns:
                 self._fault_cost_ratios.append(
                     (excess.total - min(sample.waited_ns, excess.total)) / fault_ns * self._fault_cost_factor
@@ -249,7 +247,7 @@ class ThreadDelays(KnownDelays):
                 self._fault_cost_factor = min(
                     max(median(self._fault_cost_ratios), 1.0), MAX_FAULT_COST_FACTOR
                 )
-            shares = _compute_shares(sample, fault_ns, excess)
+            shares = compute_shares(sample, fault_ns, excess)
             self._append_bound(
                 sample.at,
                 np.array(shares) * (sample.at - sample.since),
@@ -257,8 +255,12 @@ class ThreadDelays(KnownDelays):
             )
 
     def _due_for(self, ended_at: int) -> int:
-        """Returns when the oldest pending sample is due, for a request that ended at this instant, if any."""
-        return self._pending[0].at if self._pending[0].since < ended_at else self.due
+        """Returns when the oldest pending sample is due, for a request that ended at this instant, if any.
+
+        Then most of the sample is in steps that are done; its end may be in the step in flight.
+        """
+        oldest = self._pending[0]
+        return oldest.at - (oldest.at - oldest.since) // 4 if oldest.since < ended_at else self.due
 
     @property
     def fault_ns(self) -> float:
@@ -290,59 +292,3 @@ class ThreadDelays(KnownDelays):
                 for t in tables
             )
         )
-
-
-class _SampledSteps(NamedTuple):
-    """Steps as columns. `without_prompts`: whether a step has no prompt in it."""
-
-    begins: Any
-    ends: Any
-    size: Any
-    without_prompts: Any
-
-
-def _off_cpu(sample: ThreadSeen) -> int:
-    return max(sample.at - sample.since - sample.ran_ns, 0)
-
-
-class _Excess(NamedTuple):
-    """The excess of the steps in a sample over their estimate; ns.
-
-    `stalls`: the part of it from stalled steps without prompts. `usual`: the time of the steps without
-    excess. `without_prompts`: no step has prompts, whose cost is known less well.
-    """
-
-    total: float
-    stalls: float
-    usual: float
-    without_prompts: bool
-
-
-def _compute_excess(sample: ThreadSeen, steps: _SampledSteps, cost_model: StepCostModel) -> _Excess | None:
-    inside = (steps.begins < sample.at) & (steps.ends > sample.since)
-    if not inside.any():
-        return None
-    begins, ends, size, plain = (column[inside] for column in steps)
-    lengths = np.maximum(ends - begins, 1)
-    part = (np.minimum(ends, sample.at) - np.maximum(begins, sample.since)) / lengths
-    typical = np.minimum(cost_model.base + cost_model.per_sequence * size, lengths)
-    excess = lengths - typical
-    # Only steps without prompts count as stalls, because a prompt's time on the device is no lock.
-    stalls = (excess * part)[(excess > compute_error_margin(typical, cost_model.spread)) & plain]
-    usual = np.where(plain, typical, lengths) * part
-    return _Excess(float((excess * part).sum()), float(stalls.sum()), float(usual.sum()), bool(plain.all()))
-
-
-def _compute_shares(sample: ThreadSeen, fault_ns: float, excess: _Excess | None) -> DelayShares:
-    """Returns the share of each cause in the excess of the steps in this sample."""
-    if excess is None or excess.total <= 0:
-        return _NO_DELAY
-    starved = min(sample.waited_ns, excess.total)
-    faulted = min(fault_ns, excess.total - starved)
-    remaining = excess.stalls * (1 - (starved + faulted) / excess.total)
-    longer = max(sample.ran_ns - excess.usual - faulted, 0.0)
-    slept = max(_off_cpu(sample) - sample.waited_ns, 0)
-    blocked = min(max(remaining - longer, 0.0), slept)
-    longer = min(longer, max(remaining - blocked, 0.0))
-    of_remaining = (blocked / remaining, longer / remaining) if remaining else (0.0, 0.0)
-    return DelayShares(starved / excess.total, faulted / excess.total, *of_remaining)

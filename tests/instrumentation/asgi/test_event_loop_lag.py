@@ -17,8 +17,9 @@ from fastapi.responses import StreamingResponse
 
 from otel_infer import _clock
 from otel_infer.analysis.attribution.breakdown import attribute_latency
-from otel_infer.assembly.assembler import GRACE_NS, Assembler
+from otel_infer.assembly.assembler import Assembler
 from otel_infer.assembly.records.request import RequestRecord
+from otel_infer.assembly.requests.ended_requests import GRACE_NS
 from otel_infer.ringbuffer.events import EngineFinished
 from otel_infer.ringbuffer.reader import RequestReader
 from otel_infer.ringbuffer.recorder import recorder

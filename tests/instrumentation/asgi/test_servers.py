@@ -35,8 +35,9 @@ from starlette.staticfiles import StaticFiles
 
 import otel_infer
 from otel_infer import _clock
-from otel_infer.assembly.assembler import GRACE_NS, Assembler
+from otel_infer.assembly.assembler import Assembler
 from otel_infer.assembly.records.request import RequestRecord
+from otel_infer.assembly.requests.ended_requests import GRACE_NS
 from otel_infer.instrumentation import asgi
 from otel_infer.instrumentation.asgi import exchange
 from otel_infer.ringbuffer import events

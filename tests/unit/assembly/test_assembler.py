@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from otel_infer.analysis.attribution.breakdown import attribute_latency
-from otel_infer.assembly.assembler import GRACE_NS, Assembler
+from otel_infer.assembly.assembler import Assembler
 from otel_infer.assembly.engine.step_rows import RequestSteps
 from otel_infer.assembly.records.request import RequestRecord
+from otel_infer.assembly.requests.ended_requests import GRACE_NS
 from otel_infer.assembly.requests.open_request import OpenRequest
 from otel_infer.ringbuffer import events
 from otel_infer.sidecar.recording import file

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from otel_infer import semconv
-from otel_infer.assembly.assembler import GRACE_NS, Assembler
+from otel_infer.assembly.assembler import Assembler
+from otel_infer.assembly.requests.ended_requests import GRACE_NS
 from otel_infer.ringbuffer import events, layout
 from otel_infer.sidecar.recording import file
 from tests.support.starts import BEGUN, Starting, server

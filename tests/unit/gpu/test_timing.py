@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from otel_infer.assembly.assembler import GRACE_NS
+from otel_infer.assembly.requests.ended_requests import GRACE_NS
 from otel_infer.gpu import graph_capture
 from otel_infer.gpu.timeline import DeviceInterval, DeviceSpan
 from otel_infer.gpu.timing import HOST_SAMPLE_NS, PENDING_SAMPLE_NS, UNTIMED, DeviceTiming

@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 
-from otel_infer.assembly.assembler import GRACE_NS, Assembler
+from otel_infer.assembly.assembler import Assembler
+from otel_infer.assembly.requests.ended_requests import GRACE_NS
 from otel_infer.ringbuffer import events, layout
 from otel_infer.ringbuffer.arena import FileArena, MemoryArena
 from otel_infer.ringbuffer.batch_writer import BatchWriter, HandleTable

@@ -35,6 +35,8 @@ LOOK_NS = 100_000
 """CPU time of a wake-up that finds something late (measured)."""
 HANG_AGAIN_NS = 1_000_000_000
 """Time after which the stacks of a server that hangs are read again; it doubles each time."""
+MAX_READ_S = 0.1
+"""How long the stacks of other threads are read for one that is late; the sidecar reads nothing else meanwhile."""
 MAX_TEXT = 32 << 10
 """Characters of the stacks of a process that hangs."""
 
@@ -167,7 +169,10 @@ class _OtherThreads:
         return self._read(self._dump.list_threads(running_only=True))
 
     def _read(self, threads: Iterable[int]) -> Iterator[tuple[Frame, ...]]:
-        return (self._dump.read_stack(thread) for thread in threads if thread != self._late)
+        until = time.monotonic() + MAX_READ_S
+        for thread in threads:
+            if thread != self._late and time.monotonic() < until:
+                yield self._dump.read_stack(thread)
 
 
 def _locate(dump: StackDump, stall: Stall, now: int) -> events.CodeLocated | None:

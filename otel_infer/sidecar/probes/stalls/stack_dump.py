@@ -138,24 +138,18 @@ class StackDump:
         return True
 
     def _is_handled(self, thread: int) -> bool:
-        """Returns whether the process catches the signal, the thread does not block it, and the handler's file is ours.
-
-        The answer serves the stacks that are read right after it.
-        """
-        if time.monotonic() - self._handled_at < SAME_S:
-            return True
+        """Returns whether the process catches the signal, the thread does not block it, and the handler's file is ours."""
         words = self._process.reader.header.words
-        number, descriptor = words[layout.W_STACK_SIGNAL], words[layout.W_STACK_FILE]
-        folder = f"{self._proc}/{self._pid}"
+        number, folder = words[layout.W_STACK_SIGNAL], f"{self._proc}/{self._pid}"
         masks = _read_masks(f"{folder}/task/{thread}/status")
-        written = os.stat(f"{folder}/fd/{descriptor}")
-        is_handled = (
-            masks.get(_CAUGHT, 0) >> (number - 1) & 1 and not masks.get(_BLOCKED, 1) >> (number - 1) & 1
-        )
-        if is_handled and os.path.samestat(written, os.fstat(self._file)):
+        if not masks.get(_CAUGHT, 0) >> (number - 1) & 1 or masks.get(_BLOCKED, 1) >> (number - 1) & 1:
+            return False
+        if time.monotonic() - self._handled_at >= SAME_S:
+            written = os.stat(f"{folder}/fd/{words[layout.W_STACK_FILE]}")
+            if not os.path.samestat(written, os.fstat(self._file)):
+                return False
             self._handled_at = time.monotonic()
-            return True
-        return False
+        return True
 
 
 def _read_file(path: str) -> bytes:

@@ -11,9 +11,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from otel_infer.assembly.assembler import GRACE_NS, Assembler
+from otel_infer.assembly.assembler import Assembler
 from otel_infer.assembly.records.process import Mark
 from otel_infer.assembly.records.request import RequestRecord
+from otel_infer.assembly.requests.ended_requests import GRACE_NS
 from otel_infer.cli import replay
 from otel_infer.ringbuffer import events
 from otel_infer.ringbuffer.events import RecordedEvent
