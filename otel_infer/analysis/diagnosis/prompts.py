@@ -51,7 +51,9 @@ def find_expensive_prefill(served: list[RequestRecord], time: TimeByComplaint) -
     noticeable_ms = max(NOTICEABLE_MS, _GAPS_PER_PROMPT * gap)
     has_usual_share = typical_share >= MAIN_SHARE and share >= _USUAL_PREFILL_SHARE
     is_usual = has_usual_share and typical_ns / NS_PER_MS >= noticeable_ms
-    if not is_usual and (share < MAIN_SHARE or mean_ms < noticeable_ms):
+    is_large = share >= MAIN_SHARE and mean_ms >= noticeable_ms
+    is_excess = share >= _USUAL_PREFILL_SHARE and time.is_complaint(semconv.SYMPTOM_PREFILL)
+    if not (is_usual or is_large or is_excess):
         return []
     followed = (semconv.CAUSE_INTERFERENCE, *_QUEUE_CAUSES) if is_usual else ()
     tokens = np.median([record.input_tokens for record in slow.records])

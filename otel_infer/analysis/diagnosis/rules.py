@@ -16,7 +16,14 @@ import numpy as np
 from otel_infer import semconv
 from otel_infer.analysis.diagnosis.code_places import describe_code
 from otel_infer.analysis.diagnosis.cpu_use import measure_cpu_use
-from otel_infer.analysis.diagnosis.excess import UNCOVERED, TimeByComplaint, divide_time, find_kind
+from otel_infer.analysis.diagnosis.excess import (
+    EXCESS_SHARE,
+    OWN_WORK,
+    UNCOVERED,
+    TimeByComplaint,
+    divide_time,
+    find_kind,
+)
 from otel_infer.analysis.diagnosis.processor import (
     find_abandoned_work,
     find_cpu_shortage,
@@ -139,12 +146,13 @@ def _choose_verdict(
         finding._replace(weight=measure(find_kind(finding.symptom, finding.cause))) for finding in findings
     ]
     weighted = _keep_largest_of_kind(sorted(weighted, key=lambda finding: -finding.weight))
-    uncovered = measure(UNCOVERED)
-    if uncovered > max([finding.weight for finding in weighted], default=0.0):
-        if uncovered > (_NOTICEABLE_UNEXPLAINED_SHARE if weighted else MAX_UNEXPLAINED_SHARE):
-            note = _describe_uncovered([served[row] for row in time.slow], uncovered, weighed)
-            return Diagnosis(INSUFFICIENT, len(served), [], cause_shares, note, weighed)
-        weighted = []  # each has less time than a small rest that is not covered
+    largest, uncovered = max([finding.weight for finding in weighted], default=0.0), measure(UNCOVERED)
+    if uncovered > max(largest, _NOTICEABLE_UNEXPLAINED_SHARE if weighted else MAX_UNEXPLAINED_SHARE):
+        note = _describe_uncovered([served[row] for row in time.slow], uncovered, weighed)
+        return Diagnosis(INSUFFICIENT, len(served), [], cause_shares, note, weighed)
+    did_more_work = by_excess and measure(OWN_WORK) > _MAIN_SHARE and largest < EXCESS_SHARE
+    if uncovered > largest or did_more_work:
+        weighted = []  # each has less time than a small rest that is not covered, or than more work of their own
     if weighted:
         located = [
             finding._replace(evidence=[*finding.evidence, *describe_code(served, finding.cause)])

@@ -138,6 +138,17 @@ def test_longer_answers_are_no_excess() -> None:
     assert diagnose(records).verdict == "healthy"
 
 
+@pytest.mark.parametrize(("ingress_ms", "verdict"), [(120, "healthy"), (260, "pre_engine")])
+def test_a_complaint_is_small_beside_more_work_of_their_own(ingress_ms: float, verdict: str) -> None:
+    """The slow requests decode for 500 ms longer than ordinary ones."""
+    assert diagnose(make_load({"ingress": ingress_ms, "prefill": 10, "decode": 600})).verdict == verdict
+
+
+def test_prefill_of_slow_requests_is_a_complaint_beside_other_waits() -> None:
+    findings = diagnose(make_load({"ingress": 120, "prefill": 100, "decode": 100})).findings
+    assert [finding.symptom for finding in findings] == ["pre_engine", "prefill"]
+
+
 def test_noise_is_no_excess() -> None:
     draw = random.Random(3)
     records = [
