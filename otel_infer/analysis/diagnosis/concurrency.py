@@ -30,13 +30,15 @@ _PERCENTILES = (10, 90)
 
 
 class SharedTime(NamedTuple):
-    """The time that requests lose to others. `extra`: ns per request. `concurrency`: mean of each one's run.
+    """The time that requests lose to others. `extra`: ns per request. `concurrency`: mean of each one's run, itself included.
 
+    `before`: mean number of runs of others while it waited for its own.
     `alone_ms`, `crowded_ms`: time of a unit (a token, or a request without tokens) at low and high concurrency.
     """
 
     extra: Any
     concurrency: Any
+    before: Any
     alone_ms: float
     crowded_ms: float
 
@@ -46,7 +48,8 @@ def estimate_shared_time(records: Sequence[RequestRecord]) -> SharedTime | None:
     if not records or any(record.summary.batch_size_max > 1 for record in records):
         return None
     runs = np.array([running_interval(record) for record in records], np.int64)
-    concurrency = _mean_concurrency(runs)
+    concurrency = _mean_concurrency(runs, runs)
+    waits = np.stack([[record.arrived_at for record in records], runs[:, 0]], axis=1)
     shared = np.array([sum_cause_time(record, *_SHARED_CAUSES) for record in records], float)
     units = np.array([max(record.output_tokens, 1) for record in records], float)
     pace = shared / units
@@ -60,18 +63,18 @@ def estimate_shared_time(records: Sequence[RequestRecord]) -> SharedTime | None:
     low, high = np.percentile(concurrency[usable], _PERCENTILES)
     alone = float(np.median(pace[usable & (concurrency <= low)]))
     crowded = float(np.median(pace[usable & (concurrency >= high)]))
-    return SharedTime(extra, concurrency, alone / 1e6, crowded / 1e6)
+    return SharedTime(extra, concurrency, _mean_concurrency(runs, waits), alone / 1e6, crowded / 1e6)
 
 
-def _mean_concurrency(runs: Any) -> Any:
-    """Returns for each interval the mean number of intervals that are open during it, itself included."""
+def _mean_concurrency(runs: Any, intervals: Any) -> Any:
+    """Returns for each interval the mean number of runs that are open during it."""
     times = np.concatenate([runs[:, 0], runs[:, 1]])
     changes = np.concatenate([np.ones(len(runs)), -np.ones(len(runs))])
     order = np.argsort(times, kind="stable")
     times, counts = times[order].astype(float), np.cumsum(changes[order])
     area = np.concatenate([[0.0], np.cumsum(counts[:-1] * np.diff(times))])
-    begun, ended = (np.interp(runs[:, side].astype(float), times, area) for side in (0, 1))
-    return (ended - begun) / np.maximum(runs[:, 1] - runs[:, 0], 1)
+    begun, ended = (np.interp(intervals[:, side].astype(float), times, area) for side in (0, 1))
+    return (ended - begun) / np.maximum(intervals[:, 1] - intervals[:, 0], 1)
 
 
 def _fit_slope(concurrency: Any, pace: Any) -> float:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from otel_infer import semconv
+from otel_infer.analysis.diagnosis.code_places import find_code_places
 from otel_infer.analysis.diagnosis.concurrency import MIN_CONCURRENCY, SharedTime, estimate_shared_time
 from otel_infer.analysis.diagnosis.cpu_use import CpuUse
 from otel_infer.analysis.diagnosis.serialized import find_serialized_waits
@@ -164,7 +165,7 @@ def divide_time(
     _move_time(time, semconv.SYMPTOM_PRE_ENGINE, semconv.SYMPTOM_QUEUEING, serialized)
     shared = estimate_shared_time(records)
     if shared is not None:
-        _move_shared_time(time, shared, cpu)
+        _move_shared_time(time, records, shared, cpu)
     if cpu is not None and cpu.is_taken_by_others:
         _estimate_cpu_waits(time, records, cpu)
     if abandoned_share >= MIN_ABANDONED_SHARE:
@@ -185,16 +186,24 @@ def _move_time(time: Any, origin: str, target: str, limit: Any) -> Any:
     return moved
 
 
-def _move_shared_time(time: Any, shared: SharedTime, cpu: CpuUse | None) -> None:
+def _move_shared_time(
+    time: Any, records: Sequence[RequestRecord], shared: SharedTime, cpu: CpuUse | None
+) -> None:
     """Moves what concurrency costs a request out of its stalls, CPU waits and own work, in this order.
 
-    Where others take the cores, requests are many at once because they are slow, so it is a lack of cores.
+    Then the waits for an event loop that was late while many ran, because it shares the cores and the GIL, unless its own
+    code blocks it. Where others take the cores, requests are many at once because they are slow: a lack of cores.
     """
-    left = np.where(shared.concurrency >= MIN_CONCURRENCY, shared.extra, 0.0)
+    is_crowded = shared.concurrency >= MIN_CONCURRENCY
     is_taken = cpu is not None and cpu.is_taken_by_others
     target = semconv.SYMPTOM_NOT_ENOUGH_CPU if is_taken else semconv.SYMPTOM_TOO_MANY_AT_ONCE
+    left = np.where(is_crowded, shared.extra, 0.0)
     for kind in (semconv.SYMPTOM_STUTTER, semconv.SYMPTOM_NOT_ENOUGH_CPU, semconv.SYMPTOM_PREFILL, OWN_WORK):
         left = left - _move_time(time, kind, target, left)
+    if not find_code_places(records, semconv.CAUSE_EVENT_LOOP):
+        late = np.array([sum_cause_time(record, *_LATE_LOOP_CAUSES) for record in records], float)
+        limit = np.where(shared.before >= MIN_CONCURRENCY, late, 0.0)
+        _move_time(time, semconv.SYMPTOM_PRE_ENGINE, target, limit)
 
 
 def _divide_request(record: RequestRecord) -> list[int]:

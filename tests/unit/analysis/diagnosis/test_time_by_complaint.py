@@ -120,6 +120,20 @@ def test_short_wait_of_everybody_is_healthy(cause: str) -> None:
     assert diagnose(make_load(usual, usual)).verdict == "healthy"
 
 
+@pytest.mark.parametrize("is_crowded", [True, False], ids=["while others run", "while nothing runs"])
+def test_a_loop_that_is_late_beside_many_model_calls_shares_their_cores(is_crowded: bool) -> None:
+    """Six requests wait in the socket: while six others run, or before all of them run."""
+    quiet = [make_record(at * 1000.0, {"prefill": 10, "decode": 50}) for at in range(30)]
+    first = (
+        {"prefill": 10, "decode": 1200} if is_crowded else {"socket_queue": 500, "prefill": 10, "decode": 700}
+    )
+    crowd = [make_record(100_000.0 + i, first) for i in range(6)]
+    late = [make_record(100_100.0 + i, {"socket_queue": 500, "prefill": 10, "decode": 700}) for i in range(6)]
+    divided = excess.divide_time([*quiet, *crowd, *late])
+    before_engine = divided.time[-6:, excess.KINDS.index("pre_engine")] / MS
+    assert before_engine.tolist() == pytest.approx([0 if is_crowded else 500] * 6, abs=1)
+
+
 def test_slow_reader_is_not_a_late_end() -> None:
     slow = {"prefill": 10, "decode": 100, "egress": 600}
     assert first(make_load(slow, send_wait_ms=590.0)) == ("slow_reader", "egress")
