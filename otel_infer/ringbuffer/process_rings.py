@@ -9,6 +9,8 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
+
 from otel_infer.config import private_files
 from otel_infer.ringbuffer import directory, events, layout
 from otel_infer.ringbuffer.reader import RequestReader
@@ -72,6 +74,13 @@ class ProcessRings:
     def find_pid(self) -> int:
         """Returns the pid of the process as seen from here; 0 = not visible, or rings in this process's memory."""
         return directory.find_lock_holder(self.descriptor) if self.descriptor >= 0 else 0
+
+    def list_request_threads(self) -> list[tuple[int, int, int, int]]:
+        """Returns the threads that worked for a request last, at most 64, in the form of `list_engine_threads`."""
+        table = bytes(memoryview(self.reader.memory)[layout.THREADS_AT : layout.PAGE])
+        threads = set(np.frombuffer(table, np.uint64)[1 :: layout.THREAD_WORDS].tolist()) - {0}
+        pid = self.find_pid() if threads else 0
+        return [(self.ring, pid, self.reader.header.pid, thread) for thread in threads if pid]
 
     def is_dead(self) -> bool:
         if self.descriptor < 0:

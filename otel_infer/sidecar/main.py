@@ -41,7 +41,7 @@ from otel_infer.sidecar.pipeline import CYCLE_NS, Pipeline
 from otel_infer.sidecar.probes.cpu_throttling import CpuThrottlingProbe
 from otel_infer.sidecar.probes.cpu_usage import CpuUsageProbe
 from otel_infer.sidecar.probes.stalls.sampler import StallSampler
-from otel_infer.sidecar.probes.thread_stats import EngineThreadProbe
+from otel_infer.sidecar.probes.thread_stats import EngineThreadProbe, ThreadIds
 from otel_infer.sidecar.read_schedule import LIVE_READ_INTERVAL_NS, READ_INTERVAL_NS, ReadSchedule
 from otel_infer.sidecar.recording.flight_recorder import FlightRecorder
 from otel_infer.sidecar.service_resource import ServiceResource
@@ -248,7 +248,7 @@ class Sidecar:
         for recorded in (
             *self._throttling_probe.read_events(self._rings.list_writers, is_idle),
             *self._thread_probe.read_events(self._rings.list_engine_threads, is_idle),
-            *self._cpu_probe.read_events(self._rings.list_writers, self._rings.list_engine_threads, is_idle),
+            *self._cpu_probe.read_events(self._rings.list_writers, self._list_model_threads, is_idle),
         ):
             self._rings.add_event(recorded)
         flushes = self._rings.list_pending_flushes()
@@ -256,6 +256,13 @@ class Sidecar:
         is_urgent = has_dump or bool(flushes) or self._flushes.are_pending
         if self._schedule.is_due(now, is_urgent) or self._pipeline.has_due_metrics(now):
             self._read_rings(now, flushes)
+
+    def _list_model_threads(self) -> list[ThreadIds]:
+        """Returns the threads that run engines, or work for a request."""
+        of_requests = [
+            thread for process in self._rings.processes for thread in process.list_request_threads()
+        ]
+        return self._rings.list_engine_threads() + of_requests
 
     def _read_rings(self, now: int, flushes: list[tuple[int, int]]) -> None:
         """Reads the rings. `flushes`: the flushes that writers wait for."""

@@ -20,7 +20,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import deque
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -123,6 +123,14 @@ class KnownDelays:
         return np.interp(end, bounds, sums) - np.interp(begin, bounds, sums)
 
 
+class _UnsharedSample(NamedTuple):
+    """A sample from before there was a cost model, and its place in the tables."""
+
+    place: int
+    sample: ThreadSeen
+    fault_ns: float
+
+
 class ThreadDelays(KnownDelays):
     """Samples of one engine's thread, and the delays that they explain.
 
@@ -139,16 +147,19 @@ class ThreadDelays(KnownDelays):
         self._system_ns, self._faults, self._is_over = 0, 0, False
         self._fault_cost_ratios: deque[float] = deque(maxlen=FAULT_COST_SAMPLES)
         self._recent: deque[ThreadSeen] = deque(maxlen=MAX_PENDING)
+        self._unshared: list[_UnsharedSample] = []
         self._fault_cost_factor = 1.0
 
     @property
     def has_pending(self) -> bool:
-        """Returns whether samples wait to be compared with steps."""
-        return bool(self._pending)
+        """Returns whether samples wait to be compared with steps, or for a cost model."""
+        return bool(self._pending or self._unshared)
 
     @property
     def pending_since(self) -> int:
         """Returns when the oldest pending sample began; 0 without one."""
+        if self._unshared:
+            return self._unshared[0].sample.since
         return self._pending[0].since if self._pending else 0
 
     def freeze(self) -> KnownDelays | None:
@@ -231,6 +242,8 @@ class ThreadDelays(KnownDelays):
         _, started, ended, _, size, prompts = steps
         columns = SampledSteps(np.maximum(started[1:], ended[:-1]), ended[1:], size[1:], prompts[1:] == 0)
         last = int(ended.max())  # later steps are in flight
+        if cost_model is not None and self._unshared:
+            self._share_earlier(columns, cost_model)
         while self._pending and (final or self._due_for(ended_at) <= last):
             sample = self._pending.popleft()
             self._update_due()
@@ -253,6 +266,19 @@ class ThreadDelays(KnownDelays):
                 np.array(shares) * (sample.at - sample.since),
                 np.array([sample.waited_ns, fault_ns]),
             )
+            if cost_model is None:
+                self._unshared.append(_UnsharedSample(self._sample_count - 1, sample, fault_ns))
+
+    def _share_earlier(self, steps: SampledSteps, cost_model: StepCostModel) -> None:
+        """Shares the samples from before there was a cost model, in a new table, because frozen delays are views."""
+        shares = np.diff(self._share_sums, axis=1, prepend=0.0)
+        for place, sample, fault_ns in self._unshared:
+            found = compute_shares(sample, fault_ns, compute_excess(sample, steps, cost_model))
+            shares[:, place] = np.array(found) * (sample.at - sample.since)
+        shares[:, self._sample_count :] = 0.0
+        self._set_tables(self._bounds, shares.cumsum(axis=1), self._delay_sums)
+        self._unshared.clear()
+        self._frozen = None
 
     def _due_for(self, ended_at: int) -> int:
         """Returns when the oldest pending sample is due, for a request that ended at this instant, if any.
@@ -284,6 +310,7 @@ class ThreadDelays(KnownDelays):
 
     def _drop_older_half(self) -> None:
         """Continues in new tables, because frozen delays are views of these."""
+        self._unshared.clear()
         self._sample_count //= 2
         tables = self._bounds, self._share_sums, self._delay_sums
         self._set_tables(

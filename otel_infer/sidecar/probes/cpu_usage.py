@@ -2,7 +2,7 @@
 
     /proc/stat              ─▶ busy time of these cores, without processes of low priority (nice)
     /proc/PID/stat          ─▶ CPU time of the server's processes
-    /proc/PID/task/TID/stat ─▶ CPU time of threads that are no main thread and run no engine
+    /proc/PID/task/TID/stat ─▶ CPU time of threads that are no main thread, run no engine and work for no request
 
 All are sums in ticks of 10 ms on most systems, read once a second. Of threads, those count that lived at both readings.
 """
@@ -43,7 +43,7 @@ class CpuUsageProbe:
     def read_events(
         self,
         writers: Callable[[], Iterable[tuple[int, int]]],
-        engine_threads: Callable[[], Iterable[ThreadIds]],
+        model_threads: Callable[[], Iterable[ThreadIds]],
         is_idle: bool = False,
     ) -> list[events.RecordedEvent]:
         """Returns the use of the CPUs since the last reading, if one is due. `writers`: (ring, pid)."""
@@ -57,7 +57,7 @@ class CpuUsageProbe:
             server_ns = sum(self._read_cpu_ns(f"{pid}/stat") for _, pid in processes)
         except (OSError, ValueError, IndexError):  # a process has ended, or there is no such file
             return []
-        engines = {(pid, own_thread) for _, pid, _, own_thread in engine_threads()}
+        engines = {(pid, own_thread) for _, pid, _, own_thread in model_threads()}
         threads = self._read_threads([pid for _, pid in processes], engines)
         since, self._at = self._at, now
         others = sum(
@@ -87,7 +87,7 @@ class CpuUsageProbe:
         return (int(fields[_USER]) + int(fields[_SYSTEM])) * _TICK_NS
 
     def _read_threads(self, pids: list[int], engines: set[tuple[int, int]]) -> dict[tuple[int, int], int]:
-        """Returns the CPU time of threads that are no main thread and run no engine, by (pid, thread id)."""
+        """Returns the CPU time of threads that are no main thread and run no model, by (pid, thread id)."""
         read: dict[tuple[int, int], int] = {}
         for pid in pids:
             try:

@@ -135,6 +135,19 @@ def test_long_stall_is_explained_by_several_samples() -> None:
     assert not ThreadDelays().has_delays(0, 1 << 60)
 
 
+def test_samples_from_before_the_cost_model_are_shared_once_it_is_known() -> None:
+    delays, steps = ThreadDelays(), table(10, 30, 30, 10)
+    delays.add_sample(sample(70, 10, ran=20, waited=40))
+    delays.resolve_samples(steps, None, final=True)
+    frozen = delays.freeze()
+    assert frozen is not None and delays.has_pending
+    delays.resolve_samples(steps, COSTS, final=True)
+    shares = delays.delay_shares(np.array([40 * MS]), np.array([70 * MS]))
+    assert shares.starved[0] == pytest.approx(1.0) and not delays.has_pending
+    assert not frozen.has_delays(0, 70 * MS)  # what was concluded before does not change
+    assert delays.delay_in_interval(10 * MS, 70 * MS)[0] == 40 * MS
+
+
 def test_without_a_cost_model_only_counted_delays_exist() -> None:
     delays = ThreadDelays()
     delays.add_sample(sample(50, 0, ran=30, waited=20, system=2, faults=1000))
