@@ -848,3 +848,13 @@ def test_instrumentor_parts_are_the_documented_ones() -> None:
     assert set(parts) == {
         "continuous batching", "generate", "processor", "serve", "streamers", "tokenizer", "transfers", "weights",
     }  # fmt: skip
+
+
+def test_counters_of_a_thread_are_recorded_before_its_stream_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[Any] = []
+    monkeypatch.setattr(tokenization, "record_thread_run", lambda *arguments: order.append(arguments))
+    monkeypatch.setattr(tokenization.thread_state, "run", SimpleNamespace(writer="writer"))
+    hook: Any = SimpleNamespace(alive=True)
+    end = tokenization.wrap_streamer_end(lambda streamer: order.append("end"), hook)
+    end(SimpleNamespace())
+    assert order == [("writer", "transformers"), "end"]
