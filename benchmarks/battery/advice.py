@@ -140,19 +140,21 @@ def measure_change(server: str, fault: str) -> dict[str, Any]:
 
 
 def _compare(server: str, fault: str, before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+    """Returns the p99 of the time of the named cause in both; of the whole latency where no cause is named."""
     cause = before["findings"][0]["cause"] if before["findings"] else ""
-    p99 = [_percentile(report, cause) for report in (before, after)]
+    causes = TIME_OF.get(cause, (cause,)) if cause else ()
+    p99 = [_percentile(report, causes) for report in (before, after)]
     fall = 1 - p99[1] / p99[0] if p99[0] else 0.0
     names = {"server": server, "fault": fault, "verdict": before["verdict"], "cause": cause or "none"}
     return {**names, "advice": CHANGES[fault].advice, "before_ms": p99[0], "after_ms": p99[1], "fall": fall}
 
 
-def _percentile(report: dict[str, Any], cause: str) -> float:
-    """Returns the p99 of the time of a cause, ms; of the whole latency where no cause has time."""
-    causes = TIME_OF.get(cause, (cause,))
-    times = [sum(request["causes_ms"].get(name, 0.0) for name in causes) for request in report["worst"]]
-    if not any(times):
-        times = [request["duration_ms"] for request in report["worst"]]
+def _percentile(report: dict[str, Any], causes: tuple[str, ...]) -> float:
+    """Returns the p99 of the time of these causes, ms; without causes, of the latency."""
+    times = [
+        sum(request["causes_ms"].get(name, 0.0) for name in causes) if causes else request["duration_ms"]
+        for request in report["worst"]
+    ]
     return float(np.percentile(times, 99)) if times else 0.0
 
 

@@ -47,13 +47,21 @@ def draw_usual(rng: random.Random, server: Server, factor: float = 1.0) -> list[
     return draw_requests(rng, SECONDS, server.rate * factor, server.tokens)
 
 
+def draw_light(rng: random.Random, server: Server) -> list[TimedRequest]:
+    """Returns a load without waits. One request at a time where each blocks the event loop."""
+    requests = draw_usual(rng, server, rng.uniform(0.5, 1.0))
+    if server.name not in BLOCKED:
+        return requests
+    return [replace(request, at=0.7 * i + rng.uniform(0, 0.1)) for i, request in enumerate(requests)]
+
+
 def draw_nothing(rng: random.Random, server: Server) -> Case:
-    return Case(draw_usual(rng, server, rng.uniform(0.5, 1.0)))
+    return Case(draw_light(rng, server))
 
 
 def draw_nothing_busy(rng: random.Random, server: Server) -> Case:
     """A busy machine, whose other processes yield to the server."""
-    return Case(draw_usual(rng, server, rng.uniform(0.5, 1.0)), hogs=2, niceness=19)
+    return Case(draw_light(rng, server), hogs=2, niceness=19)
 
 
 def draw_lock(rng: random.Random, server: Server) -> Case:
@@ -196,7 +204,8 @@ FAULTS = {
     "retry storm, blocked loop": Fault(
         ("abandoned_work", "pre_engine"), draw_retry_storm, ("generate-async",)
     ),
-    "gc storm": Fault(("stutter",), draw_gc_storm, PROGRAMS),
+    "gc storm": Fault(("stutter",), draw_gc_storm, UNBLOCKED),
+    "gc storm, blocked loop": Fault(("stutter", "pre_engine"), draw_gc_storm, BLOCKED),
     "memory pressure": Fault(("stutter", "pre_engine"), draw_memory_pressure, PROGRAMS),
     "slow log": Fault(("pre_engine", "stutter"), draw_slow_log, PROGRAMS),
     "long prompts": Fault(("prefill",), draw_long_prompts, UNBLOCKED),

@@ -22,8 +22,14 @@ from otel_infer.semconv.causes import Cause
 MIN_SHARE = 0.2
 """Share of the sampled time from which a place is named."""
 MAX_PLACES = 2
-TIME_OF = {semconv.CAUSE_LOCK_QUEUE: (semconv.CAUSE_LOCK_QUEUE, semconv.CAUSE_APPLICATION)}
-"""A lock that is written in C cannot be hooked: the time until it is had is the application's."""
+TIME_OF = {
+    semconv.CAUSE_LOCK_QUEUE: (
+        semconv.CAUSE_LOCK_QUEUE,
+        semconv.CAUSE_APPLICATION,
+        semconv.CAUSE_INGRESS,
+    )
+}
+"""A lock that is written in C cannot be hooked: until it is had, it is the application's time, or before any stage."""
 
 
 class CodePlace(NamedTuple):
