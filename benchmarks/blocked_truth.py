@@ -66,7 +66,7 @@ def compare_latencies(setup: Setup, requests: int) -> list[Line]:
                 raise RuntimeError(
                     f"{setup.server} did not start: {(folder / 'server.log').read_text()[-2000:]}"
                 )
-            load = Load(port, server.kind, draw.model_name(server, model), [])
+            load = draw.make_load(server, port, model, [])
             asyncio.run(_send_closed_loop(load, 4, 2))
             with Lateness() as lateness:
                 clients = asyncio.run(_send_closed_loop(load, requests, setup.concurrency))

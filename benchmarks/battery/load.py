@@ -9,11 +9,13 @@ import socket
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 WORDS = "tell me of the weather in the north and of the roads to it "
 GIVE_UP_S = 40.0
 MIN_REQUESTS = 20
+NO_FIELDS: Mapping[str, Any] = MappingProxyType({})
 TEXTS = 6
 """Texts of a request for embeddings."""
 
@@ -49,7 +51,12 @@ class Load:
     """The requests of a draw. `kind`: `chat`, `chat-stream` or `embeddings`. `fields`: added to each body."""
 
     def __init__(
-        self, port: int, kind: str, model: str, requests: list[TimedRequest], fields: Mapping[str, Any]
+        self,
+        port: int,
+        kind: str,
+        model: str,
+        requests: list[TimedRequest],
+        fields: Mapping[str, Any] = NO_FIELDS,
     ) -> None:
         self.port, self.kind, self.model, self.requests, self.fields = port, kind, model, requests, fields
 

@@ -22,8 +22,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from benchmarks.battery import faults
-from benchmarks.battery.draw import READY_S, ROOT, VARIABLES, make_model, model_name
-from benchmarks.battery.load import Load
+from benchmarks.battery.draw import READY_S, ROOT, VARIABLES, make_load, make_model
 from benchmarks.battery.servers import SERVERS, Server
 from benchmarks.whole.switched_server import find_free_port
 from otel_infer import _clock
@@ -124,7 +123,7 @@ def signal_battery_server(server: Server, folder: Path, count: int) -> Outcome:
 
     def send(port: int) -> list[str]:
         requests = faults.draw_requests(rng, BATCH / server.rate / 2, server.rate * 2, server.tokens)
-        answers = Load(port, server.kind, model_name(server, model), requests).run()
+        answers = make_load(server, port, model, requests).run()
         return ["" if answer.status == 200 else f"status {answer.status}" for answer in answers]
 
     values = {"{model}": str(model), "{mistakes}": "{}"}
