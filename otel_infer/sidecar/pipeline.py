@@ -123,8 +123,8 @@ class Pipeline:
             self.rings.add_event(RecordedEvent(SERVER_RING, 0, throttled))
         self.accounting.snapshot_recorded()
         recorded = self.rings.poll(now, final)
+        self._record_events(recorded, now + GRACE_NS if final else self.rings.horizon)
         horizon = now + SETTLED_NS if final else self.rings.horizon
-        self._record_events(recorded, horizon)
         self.assembler.feed_events(recorded)
         self.accounting.count_unseen(now, final)
         if final or now - self._exported_at >= EXPORT_INTERVAL_NS:

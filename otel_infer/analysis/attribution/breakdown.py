@@ -177,7 +177,7 @@ def _attribute_pauses(ledger: _TimeLedger, record: RequestRecord) -> None:
 
 
 def _attribute_throttling_outside(ledger: _TimeLedger, record: RequestRecord) -> None:
-    """Attributes throttling outside the engine's stages."""
+    """Attributes throttling outside the engine's stages, where no thread delays are recorded."""
     outside = [(record.arrived_at, record.ended_at)]
     for stage in record.stages:
         if stage.name in _ENGINE_STAGES:

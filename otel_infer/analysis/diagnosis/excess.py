@@ -201,9 +201,13 @@ def _move_shared_time(
     for kind in (semconv.SYMPTOM_STUTTER, semconv.SYMPTOM_NOT_ENOUGH_CPU, semconv.SYMPTOM_PREFILL, OWN_WORK):
         left = left - _move_time(time, kind, target, left)
     if not find_code_places(records, semconv.CAUSE_EVENT_LOOP):
-        late = np.array([sum_cause_time(record, *_LATE_LOOP_CAUSES) for record in records], float)
-        limit = np.where(shared.before >= MIN_CONCURRENCY, late, 0.0)
+        limit = np.where(shared.before >= MIN_CONCURRENCY, _sum_late_loop(records), 0.0)
         _move_time(time, semconv.SYMPTOM_PRE_ENGINE, target, limit)
+
+
+def _sum_late_loop(records: Sequence[RequestRecord]) -> Any:
+    """Returns the time that each request waited for an event loop that was late, ns."""
+    return np.array([sum_cause_time(record, *_LATE_LOOP_CAUSES) for record in records], float)
 
 
 def _divide_request(record: RequestRecord) -> list[int]:
@@ -271,13 +275,14 @@ def _estimate_cpu_waits(time: Any, records: Sequence[RequestRecord], cpu: CpuUse
     This concerns requests without thread delays, and the event loop, which is late because its thread has no core.
     """
     is_unmeasured = np.array([record.thread_delays is None for record in records], bool)
-    late = np.array([sum_cause_time(record, *_LATE_LOOP_CAUSES) for record in records], float)
     share = max(cpu.other_processes, cpu.other_threads)
     target = semconv.SYMPTOM_NOT_ENOUGH_CPU
     for kind in (OWN_WORK, semconv.SYMPTOM_PREFILL, UNCOVERED):
         _move_time(time, kind, target, np.where(is_unmeasured, share * time[:, KINDS.index(kind)], 0.0))
     before_engine = time[:, KINDS.index(semconv.SYMPTOM_PRE_ENGINE)]
-    _move_time(time, semconv.SYMPTOM_PRE_ENGINE, target, share * np.minimum(late, before_engine))
+    _move_time(
+        time, semconv.SYMPTOM_PRE_ENGINE, target, share * np.minimum(_sum_late_loop(records), before_engine)
+    )
 
 
 def _find_ordinary_time(time: Any, sizes: Any) -> Any:

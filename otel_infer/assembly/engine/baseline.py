@@ -44,9 +44,10 @@ class EngineBaseline:
 
         `final`: all of them, because no step will get more events.
         """
-        if self.thread_delays.has_pending:
-            steps, costs = self._latest_steps(), self.get_cost_model()
-            self.thread_delays.resolve_samples(steps, costs, final, ended_at)
+        costs = self.get_cost_model()
+        is_due = final and self.thread_delays.has_pending
+        if is_due or self.thread_delays.concerns(ended_at, costs is not None):
+            self.thread_delays.resolve_samples(self._latest_steps(), costs, final, ended_at)
 
     def _latest_steps(self) -> Any:
         """Returns the latest steps, as far back as the oldest pending thread sample."""

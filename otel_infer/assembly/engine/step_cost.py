@@ -17,6 +17,7 @@ MIN_STEPS = 6
 MIN_GROUP_STEPS, MAX_GROUPS = 3, 32
 _MAD_TO_SIGMA = 1.4826
 ANY_SIZE = 1 << 30
+"""Largest batch of a model that was not fitted to steps."""
 
 
 class StepCostModel(NamedTuple):

@@ -92,7 +92,7 @@ class KnownDelays:
         if last <= first or all(sums[last] == sums[first] for sums in self._delay_sum_views):  # mostly
             return 0, 0
         starved, faulted = (self._sum_until(end, after_end) - self._sum_until(begin, after_begin)).tolist()
-        return int(starved), int(faulted)
+        return round(starved), round(faulted)
 
     def _sum_until(self, at: int, after: int) -> Any:
         """Returns the delays up to an instant between bound `after` and the bound before it."""
@@ -152,8 +152,13 @@ class ThreadDelays(KnownDelays):
 
     @property
     def has_pending(self) -> bool:
-        """Returns whether samples wait to be compared with steps, or for a cost model."""
-        return bool(self._pending or self._unshared)
+        """Returns whether samples wait to be compared with steps."""
+        return bool(self._pending)
+
+    def concerns(self, ended_at: int, has_model: bool) -> bool:
+        """Returns whether samples may have to be resolved for a request that ended at this instant."""
+        is_pending = bool(self._pending) and self._pending[0].since < ended_at
+        return is_pending or (has_model and bool(self._unshared))
 
     @property
     def pending_since(self) -> int:

@@ -22,8 +22,13 @@ ALWAYS = Period()
 
 
 def read_period(arguments: argparse.Namespace) -> Period:
-    """Returns the period that the options of `add_arguments` name."""
-    return Period(arguments.since, arguments.until)
+    """Returns the period that the options of `add_arguments` name. Raises `CommandError` beside `--against`."""
+    period = Period(arguments.since, arguments.until)
+    if arguments.against and period != ALWAYS:
+        raise CommandError(
+            "--since and --until select requests of one tape, so they cannot be combined with --against"
+        )
+    return period
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

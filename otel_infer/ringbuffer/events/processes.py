@@ -187,7 +187,7 @@ class CpuSeen(NamedTuple):
 
 
 STALLED_STEP, STALLED_REQUEST, STALLED_PROCESS = semconv.LATE_STEP, semconv.LATE_REQUEST, semconv.LATE_PROCESS
-"""What is late, besides an event loop (`PAUSE_EVENT_LOOP`)."""
+"""Reasons for a sample of code, besides an event loop (`PAUSE_EVENT_LOOP`)."""
 
 
 class CodeLocated(NamedTuple):

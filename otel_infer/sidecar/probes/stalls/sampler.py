@@ -76,15 +76,18 @@ class StallSampler:
             if not self._is_enabled:
                 time.sleep((until - now) / 1e9)
                 continue
-            self._refill_budget(now)
-            reports_from = now + max(-self._budget_ns, 0) * 1_000_000_000 // BUDGET_NS_PER_S
-            processes = [watched.conditions for watched in self._watched.values()]
-            wake_at = min(until, self._listed_at + LIST_INTERVAL_NS)
-            is_idle = now - self._late_at > IDLE_AFTER_NS
-            sleep_until_late(
-                processes, wake_at, IDLE_INTERVAL_NS if is_idle else LOOK_INTERVAL_NS, reports_from
-            )
-            self.look(_clock.now())
+            try:
+                self._sleep_until_late(now, min(until, self._listed_at + LIST_INTERVAL_NS))
+            except Exception:
+                self._disable()
+            else:
+                self.look(_clock.now())
+
+    def _sleep_until_late(self, now: int, until: int) -> None:
+        reports_from = self._refilled_at + max(-self._budget_ns, 0) * 1_000_000_000 // BUDGET_NS_PER_S
+        interval = IDLE_INTERVAL_NS if now - self._late_at > IDLE_AFTER_NS else LOOK_INTERVAL_NS
+        processes = [watched.conditions for watched in self._watched.values()]
+        sleep_until_late(processes, until, interval, reports_from)
 
     def look(self, now: int) -> None:
         """Looks at all processes once. An error ends the sampling, not the sidecar."""
@@ -101,8 +104,11 @@ class StallSampler:
             if self._hang is not None and now >= self._hang_due_at:
                 self._sample_hang(self._hang, now)
         except Exception:
-            self._is_enabled = False
-            log.exception("stacks of late threads are no longer recorded")
+            self._disable()
+
+    def _disable(self) -> None:
+        self._is_enabled = False
+        log.exception("stacks of late threads are no longer recorded")
 
     def close(self) -> None:
         """Closes all files."""

@@ -140,10 +140,10 @@ def test_samples_from_before_the_cost_model_are_shared_once_it_is_known() -> Non
     delays.add_sample(sample(70, 10, ran=20, waited=40))
     delays.resolve_samples(steps, None, final=True)
     frozen = delays.freeze()
-    assert frozen is not None and delays.has_pending
+    assert frozen is not None and delays.concerns(0, has_model=True)
     delays.resolve_samples(steps, COSTS, final=True)
     shares = delays.delay_shares(np.array([40 * MS]), np.array([70 * MS]))
-    assert shares.starved[0] == pytest.approx(1.0) and not delays.has_pending
+    assert shares.starved[0] == pytest.approx(1.0) and not delays.concerns(0, has_model=True)
     assert not frozen.has_delays(0, 70 * MS)  # what was concluded before does not change
     assert delays.delay_in_interval(10 * MS, 70 * MS)[0] == 40 * MS
 

@@ -10,7 +10,7 @@ import pytest
 
 from otel_infer.assembly.records.request import RequestRecord
 from otel_infer.cli.errors import CommandError
-from otel_infer.cli.explain.period import Period, parse_time, select_requests
+from otel_infer.cli.explain.period import Period, parse_time, read_period, select_requests
 
 NOON = datetime(2026, 7, 30, 12, 0, 0).astimezone()
 
@@ -45,6 +45,14 @@ def test_a_time_is_a_time_of_day_or_an_instant(text: str, parsed: time | datetim
 def test_what_is_no_time_names_the_forms() -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="'noon' is no time: write 14:05, 14:05:30 or"):
         parse_time("noon")
+
+
+def test_a_period_selects_requests_of_one_tape() -> None:
+    arguments = argparse.Namespace(since=time(14, 5), until=None, against="before.tape")
+    with pytest.raises(CommandError, match="cannot be combined with --against"):
+        read_period(arguments)
+    arguments.against = None
+    assert read_period(arguments) == Period(time(14, 5))
 
 
 def test_bounds_are_those_of_arrivals() -> None:
