@@ -114,7 +114,9 @@ class _Recorder:
         for name, (*instants, timed) in self.stages.items():
             if name in kernels:
                 began, ended = (at - offset for at in kernels[name])
-                rows.append(Row(name.split()[0], *instants, began, ended, timed))
+                rows.append(
+                    Row(name.split()[0], *instants, kernels_began=began, kernels_ended=ended, timed=timed)
+                )
         return Accuracy(rows, self._anchors, self._timeline.mark_overhead_ms)
 
 

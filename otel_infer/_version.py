@@ -9,7 +9,7 @@ try:
 except metadata.PackageNotFoundError:  # a source tree on sys.path
     VERSION = "0+unknown"
 
-VERIFIED_GPU, GPU_CODE_UNCHANGED = "H100", False
+VERIFIED_GPU, GPU_CODE_UNCHANGED = "H200", True
 """The GPU on which `python -m benchmarks.gpu_verify` passed, and whether the code that times devices is
 unchanged since then. A test compares both with the measured results.
 """

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.battery import companions, faults
-from benchmarks.battery.load import Load
+from benchmarks.battery.load import Load, TimedRequest
 from benchmarks.battery.servers import Server
 from benchmarks.whole.switched_server import find_free_port
 from otel_infer.cli.demo.command import wait_until_healthy
@@ -52,7 +52,7 @@ def run_case(server: Server, case: faults.Case, folder: Path, models: Path) -> d
         stack.callback(stop_server, process)
         if not wait_until_healthy(f"http://127.0.0.1:{port}", lambda: process.poll() is None, READY_S):
             raise RuntimeError(f"{server.name} did not start, see {folder / 'server.log'}")
-        warm = [faults.TimedRequest(0.1 * i, 20, min(server.tokens[1], 8)) for i in range(4)]
+        warm = [TimedRequest(0.1 * i, 20, min(server.tokens[1], 8)) for i in range(4)]
         refused = {one.status for one in make_load(server, port, model, warm).run()} - {200}
         if refused:
             raise RuntimeError(f"{server.name} answers {refused}, see {folder / 'server.log'}")
@@ -68,7 +68,7 @@ def run_case(server: Server, case: faults.Case, folder: Path, models: Path) -> d
     }
 
 
-def make_load(server: Server, port: int, model: Path, requests: list[faults.TimedRequest]) -> Load:
+def make_load(server: Server, port: int, model: Path, requests: list[TimedRequest]) -> Load:
     """Returns the load of these requests."""
     name = "tiny" if server.name == "vllm" else str(model)
     return Load(port, server.kind, name, requests, server.fields)

@@ -21,8 +21,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
-from benchmarks.battery import faults
 from benchmarks.battery.draw import READY_S, ROOT, VARIABLES, make_load, make_model
+from benchmarks.battery.load import draw_requests
 from benchmarks.battery.servers import SERVERS, Server
 from benchmarks.whole.switched_server import find_free_port
 from otel_infer import _clock
@@ -122,7 +122,7 @@ def signal_battery_server(server: Server, folder: Path, count: int) -> Outcome:
     rng = random.Random(0)
 
     def send(port: int) -> list[str]:
-        requests = faults.draw_requests(rng, BATCH / server.rate / 2, server.rate * 2, server.tokens)
+        requests = draw_requests(rng, BATCH / server.rate / 2, server.rate * 2, server.tokens)
         answers = make_load(server, port, model, requests).run()
         return ["" if answer.status == 200 else f"status {answer.status}" for answer in answers]
 

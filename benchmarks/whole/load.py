@@ -66,7 +66,9 @@ class Load:
         self._send(str(self._file))
         with np.load(self._file) as taken:
             columns = (taken[name] for name in ("gaps", "firsts", "lengths"))
-            return Block(lasted, cpu / 1e9, *columns, int(taken["tokens"]), int(taken["errors"]))
+            return Block(
+                lasted, cpu / 1e9, *columns, tokens=int(taken["tokens"]), errors=int(taken["errors"])
+            )
 
     def close(self) -> None:
         """Ends the clients."""

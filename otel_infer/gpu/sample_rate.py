@@ -46,6 +46,8 @@ class StepSampler:
         """The instant until which the time pays for the marks so far. Each pair moves it by `wait_ns`."""
         self._pair_begun_at = self._first_step = self._second_step = 0
         """The last pair."""
+        self._paid_at = self._skip_ends_at = 0
+        """`_paid_until` and `_pair_begun_at` with their waits added, for a check in each step."""
         self._next_step = 0
         """The step that begins the next pair, if its marks are paid for by then."""
         self._steps = self._steps_ns = 0.0
@@ -56,15 +58,15 @@ class StepSampler:
 
     def should_sample(self, now: int) -> bool:
         """Counts a step that begins, and returns whether it is to be marked."""
-        self.step_number += 1
+        number = self.step_number = self.step_number + 1
         self.last_step_at = now
-        if self.step_number == self._second_step:
+        if number == self._second_step:
             return True
-        is_early = self.step_number < self._next_step
-        if is_early and now - self._pair_begun_at < MAX_SKIP_WAITS * self.wait_ns:
+        is_early = number < self._next_step
+        if is_early and now < self._skip_ends_at:
             return False
-        if now - self._paid_until < self.wait_ns:
-            self._next_step = self.step_number + 1 + self._draw_skipped_steps()
+        if now < self._paid_at:
+            self._next_step = number + 1 + self._draw_skipped_steps()
             return False
         self._begin_pair(now, KEPT_SHARE if not is_early else 0)
         return True
@@ -98,9 +100,15 @@ class StepSampler:
         self._next_step = self.step_number + 2 + self._draw_skipped_steps()
         self._paid_until = max(self._paid_until + self.wait_ns, now - MAX_SAVED_WAITS * self.wait_ns)
         self._pair_begun_at, self._first_step, self._is_first_of_pair = now, self.step_number, True
+        self._update_due()
 
     def _update_wait(self) -> None:
         self.wait_ns = round(2 * self._cost * self._threads / MAX_OVERHEAD_SHARE)
+        self._update_due()
+
+    def _update_due(self) -> None:
+        self._paid_at = self._paid_until + self.wait_ns
+        self._skip_ends_at = self._pair_begun_at + MAX_SKIP_WAITS * self.wait_ns
 
     def _draw_skipped_steps(self) -> int:
         """Returns a random number of steps to skip.

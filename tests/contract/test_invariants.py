@@ -284,7 +284,7 @@ def test_3_recording_makes_no_system_call() -> None:
             recording.close_request(handle, events.RequestEnded(at, events.OK, "", 200, 1, 0, 0))
 
     no_members: tuple[str, ...] = ()
-    recording._maintained_at = 1 << 62  # the check of the sidecar once a second is no part of recording
+    recording.maintained_at = 1 << 62  # the check of the sidecar once a second is no part of recording
     record_everything(5000)  # more than the rings hold, so that later calls allocate nothing new
     assert _survives(record_everything)
     recording.stop()

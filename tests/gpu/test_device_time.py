@@ -28,7 +28,7 @@ def recording() -> Iterator[Recording]:
     installed = [
         instrumentor
         for instrumentor in registry.load_instrumentors()
-        if instrumentor.name in ("transformers", "cuda", "torch")
+        if instrumentor.name in ("transformers", "cuda_graphs", "torch")
     ]
     for instrumentor in installed:
         instrumentor.install()
@@ -43,14 +43,12 @@ def start_device_timing() -> None:
     """Waits until the timing thread has created its CUDA events, which it does at the first `begin`."""
     timing.begin()
     deadline = time.monotonic() + 5
-    while (
-        timing._thread.slot is None or timing._thread.slot.timeline is None
-    ) and time.monotonic() < deadline:
-        timing._thread.checked_at = 0
+    while (timing.thread.slot is None or timing.thread.slot.timeline is None) and time.monotonic() < deadline:
+        timing.thread.check_due_at = 0
         timing.begin()
         time.sleep(0.05)
-    assert timing._thread.slot is not None
-    assert timing._thread.slot.timeline is not None
+    assert timing.thread.slot is not None
+    assert timing.thread.slot.timeline is not None
 
 
 def test_a_launching_stage_has_the_device_time(recording: Recording) -> None:
@@ -177,7 +175,7 @@ def count_device_times(records: list[RequestRecord]) -> int:
 
 def test_long_calls_after_many_short_ones_are_timed(recording: Recording) -> None:
     start_device_timing()
-    short, long = Sleeper(30), Sleeper(20_000)
+    short, long = Sleeper(30).eval(), Sleeper(20_000).eval()
     run_forwards(short, 1800)
     recording.records()
     run_forwards(long, 66)
@@ -191,12 +189,12 @@ def test_each_of_six_threads_has_device_times(recording: Recording) -> None:
 
     def run(number: int) -> None:
         start_device_timing()
-        model = Sleeper(4000)
+        model = Sleeper(4000).eval()
         with torch.cuda.stream(torch.cuda.Stream()):
             run_forwards(model, 200)
-            assert timing._thread.slot is not None
-            assert timing._thread.slot.timeline is not None
-            timed.append(timing._thread.slot.timeline.begun)
+            assert timing.thread.slot is not None
+            assert timing.thread.slot.timeline is not None
+            timed.append(timing.thread.slot.timeline.begun)
 
     threads = [threading.Thread(target=run, args=(number,)) for number in range(6)]
     for thread in threads:

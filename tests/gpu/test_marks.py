@@ -10,6 +10,7 @@ import pytest
 from otel_infer import _clock
 from otel_infer.gpu import memory
 from otel_infer.instrumentation.torch import cuda_graphs
+from otel_infer.ringbuffer import recorder
 from otel_infer.tracing import request_span, start
 from tests.support.rings import Recording
 
@@ -66,7 +67,8 @@ def test_graph_captures_are_pauses_and_replays_are_not(recording: Recording) -> 
 def test_retried_and_failed_allocations_are_marks(
     recording: Recording, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory, "SAMPLE_INTERVAL_NS", 0)
+    monkeypatch.setattr(memory, "COUNTER_INTERVAL_NS", 0)
+    monkeypatch.setattr(recorder, "DEFERRED_NS", 0)
     open_request().close()
     recording.records()
     torch.cuda.empty_cache()

@@ -36,7 +36,7 @@ def recording() -> Iterator[Recording]:
     torch.cuda.init()
     recording = Recording()
     installed = [
-        loaded for loaded in registry.load_instrumentors() if loaded.name in ("transformers", "cuda")
+        loaded for loaded in registry.load_instrumentors() if loaded.name in ("transformers", "cuda_graphs")
     ]
     for instrumentor in installed:
         instrumentor.install()
@@ -51,6 +51,7 @@ def record_transfer(recording: Recording, tensor: Any) -> Stage:
     with otel_infer.request():
         transformers.BatchEncoding({"input_ids": tensor}).to("cuda")
         torch.cuda.synchronize()
+    time.sleep(0.3)  # the timing thread has polled by then
     record = recording.records()[-1]
     transfer = record.find_stage(semconv.SPAN_H2D)
     assert transfer is not None
@@ -113,7 +114,7 @@ def test_the_cache_size_of_generate_is_torch_memory(tiny_llama: Path) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(tiny_llama).to("cuda").eval()
     ids = torch.ones((4, 600), dtype=torch.long, device="cuda")
     with torch.no_grad():
-        del model(ids, use_cache=True).past_key_values
+        model(ids, use_cache=True)  # reserves the workspaces
         before = torch.cuda.memory_allocated()
         cache = model(ids, use_cache=True, logits_to_keep=1).past_key_values
     torch.cuda.synchronize()
@@ -168,7 +169,7 @@ def record_with_pause(recording: Recording, pause_s: float) -> RequestRecord:
         for number in range(40):
             if number == 20:
                 time.sleep(pause_s)
-            with otel_infer.step({request: 1}, gpu=True) as step:
+            with otel_infer.step([request], gpu=True) as step:
                 torch.cuda._sleep(5 * CYCLES_PER_MS)
                 step.launched()
                 torch.cuda.synchronize()

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import uvicorn
 from fastapi import FastAPI, Request
-from sentence_transformers import SentenceTransformer, models
+from sentence_transformers import SentenceTransformer, models  # type: ignore[attr-defined]
 
 from benchmarks.battery.programs import mistakes as made
 

@@ -328,7 +328,7 @@ def busy_sampler(budget: int = 100, **more: Any) -> TailSampler:
     """A sampler without budget for ordinary requests, and with no baseline due."""
     sampler = TailSampler("auto", budget, False, False, **more)
     sampler._bucket.tokens = budget * BURST_SECONDS * RESERVED_SHARE
-    sampler._refilled_at = SECOND
+    sampler._bucket._refilled_at = SECOND
     sampler._baseline_at[0, 0] = SECOND
     return sampler
 
