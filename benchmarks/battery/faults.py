@@ -64,6 +64,12 @@ def draw_nothing_busy(rng: random.Random, server: Server) -> Case:
     return Case(draw_light(rng, server), hogs=2, niceness=19)
 
 
+def draw_missed_objective(rng: random.Random, server: Server) -> Case:
+    """A load without waits, and an objective that the model cannot reach."""
+    objective = {"OTEL_INFER_SLO": f"e2e={rng.randint(1, 10)}ms"}
+    return Case(draw_light(rng, server), variables=objective)
+
+
 def draw_lock(rng: random.Random, server: Server) -> Case:
     return Case(draw_usual(rng, server, rng.uniform(2.0, 3.0)), {"lock": True})
 
@@ -191,6 +197,7 @@ WAITS = ("queueing", "peak", "head_of_line_blocking")
 FAULTS = {
     "nothing": Fault(("healthy",), draw_nothing, ALL),
     "nothing, busy machine": Fault(("healthy", "not_enough_cpu"), draw_nothing_busy, ALL),
+    "missed objective": Fault(("slow_model",), draw_missed_objective, (*ENGINES, *UNBLOCKED)),
     "lock": Fault(WAITS, draw_lock, PROGRAMS),
     "semaphore": Fault(WAITS, draw_semaphore, PROGRAMS),
     "blocked loop": Fault(("pre_engine", "stutter"), draw_blocked_loop, PROGRAMS),

@@ -14,6 +14,7 @@ SYMPTOM_SLOW_READER = "slow_reader"
 SYMPTOM_NOT_ENOUGH_CPU = "not_enough_cpu"
 SYMPTOM_TOO_MANY_AT_ONCE = "too_many_at_once"
 SYMPTOM_ABANDONED_WORK = "abandoned_work"
+SYMPTOM_SLOW_MODEL = "slow_model"
 
 COMPLAINTS = {
     SYMPTOM_PRE_ENGINE: "slow even for tiny prompts",
@@ -28,5 +29,6 @@ COMPLAINTS = {
     SYMPTOM_NOT_ENOUGH_CPU: "everything is slow at times",
     SYMPTOM_ABANDONED_WORK: "time-outs and retries make it worse",
     SYMPTOM_TOO_MANY_AT_ONCE: "one user is fast, many are slow",
+    SYMPTOM_SLOW_MODEL: "slow for everyone, all the time",
 }
 """What users report, by symptom. Diagnosis and alerts quote it."""

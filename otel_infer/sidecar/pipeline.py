@@ -90,7 +90,7 @@ class Pipeline:
         self._collection_interval = config.metric_export_interval_ms * 1_000_000
         self._is_service_named = semconv.SERVICE_NAME in resource
         self._governor = overhead.OverheadGovernor(budget.parse_budget(config.budget))
-        self._tape = open_tape(config.tape)
+        self._tape = open_tape(config.tape, config.slo)
         self._request_log, self._listeners = RequestLog(config.request_log), watchers
         # Listeners and objectives need a record of each request.
         self._ordinary = OrdinaryRequests(self.sampler, sinks, self._request_log)

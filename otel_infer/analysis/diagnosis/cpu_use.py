@@ -14,6 +14,8 @@ MIN_BUSY_SHARE = 0.8
 """Share of the cores from which a thread may have to wait for one."""
 MIN_OUTSIDE_SHARE = 0.2
 """Share of the cores from which their use by others than the engine is the reason."""
+_MIN_WORKING_SHARE = 0.2
+"""Share of the time with requests below which other work of the server would hide what the requests use."""
 
 
 class CpuUse(NamedTuple):
@@ -51,3 +53,21 @@ def measure_cpu_use(cpu_usage: Sequence[CpuSeen], records: Sequence[RequestRecor
             totals += (capacity, seen.busy_ns, others, seen.other_threads_ns)
     capacity, *used = totals.tolist()
     return CpuUse(*(min(ns / capacity, 1.0) for ns in used)) if capacity else CpuUse()
+
+
+def measure_cores_in_use(cpu_usage: Sequence[CpuSeen], records: Sequence[RequestRecord]) -> tuple[float, int]:
+    """Returns how many cores the server uses while it has requests, and how many there are; (0, 0) if not known."""
+    spans = np.array(sorted((record.arrived_at, record.ended_at) for record in records), np.int64).reshape(
+        -1, 2
+    )
+    ends = np.maximum.accumulate(spans[:, 1])
+    begins = np.maximum(spans[:, 0], np.append(0, ends[:-1]))  # without the time that earlier requests cover
+    used_ns = working_ns = whole_ns = cores = 0
+    for seen in cpu_usage:
+        working = int((np.minimum(ends, seen.at) - np.maximum(begins, seen.since)).clip(0).sum())
+        if working:
+            used_ns, working_ns = used_ns + seen.server_ns, working_ns + working
+            whole_ns, cores = whole_ns + seen.at - seen.since, seen.cores
+    if not cores or working_ns < _MIN_WORKING_SHARE * whole_ns:
+        return 0.0, 0
+    return min(used_ns / working_ns, cores), cores

@@ -55,6 +55,11 @@ class DeviceBottleneck(NamedTuple):
         """The meaning of the bottleneck, and what to change."""
         return BOTTLENECK_ADVICE[self.bottleneck]
 
+    def to_sentence(self) -> str:
+        """Returns the bottleneck, in how many requests, and its meaning."""
+        found = f"the device, in {self.stage}: {self.bottleneck} in {self.requests} of {self.timed}"
+        return f"{found}: {self.advice.meaning}"
+
 
 def find_device_bottlenecks(records: Sequence[RequestRecord]) -> list[DeviceBottleneck]:
     """Returns the bottleneck of each stage that a device timed, the stage with the most device time first.

@@ -49,6 +49,7 @@ KIND_OF_SYMPTOM = {
     **{kind: kind for kind in COMPLAINTS},
     semconv.SYMPTOM_PEAK: semconv.SYMPTOM_QUEUEING,
     semconv.SYMPTOM_HEAD_OF_LINE_BLOCKING: semconv.SYMPTOM_QUEUEING,
+    semconv.SYMPTOM_SLOW_MODEL: OWN_WORK,
 }
 """Symptom → the complaint that its time belongs to."""
 _QUEUE_CAUSES = causes.select_causes(causes.GROUP_QUEUE)
@@ -92,6 +93,8 @@ _KIND_OF_CAUSE: Mapping[str, str] = {
 
 def find_kind(symptom: str, cause: str) -> str:
     """Returns the kind of time that a symptom with this main cause is about."""
+    if symptom == semconv.SYMPTOM_SLOW_MODEL and cause == semconv.CAUSE_PREFILL:
+        return semconv.SYMPTOM_PREFILL  # the work of a model that generates nothing
     return semconv.SYMPTOM_QUEUEING if cause in _QUEUE_CAUSES else KIND_OF_SYMPTOM[symptom]
 
 
@@ -131,11 +134,16 @@ class TimeByComplaint(NamedTuple):
 
     def is_everyday(self, kind: str) -> bool:
         """Returns whether the median request has so much of this time that it is a complaint about every request."""
-        column = self.time[:, KINDS.index(kind)]
-        shares = column / np.maximum(self.time.sum(axis=1), 1)
         least_share = EVERYDAY_SHARE if kind in WAITS else MAIN_SHARE
-        median_ms = float(np.median(column)) / NS_PER_MS
-        return float(np.median(shares)) >= least_share and median_ms >= EVERYDAY_MS
+        return self.median_share(kind) >= least_share and self.median_ms(kind) >= EVERYDAY_MS
+
+    def median_share(self, kind: str) -> float:
+        """Returns the median over requests of the share of their time."""
+        return float(np.median(self.time[:, KINDS.index(kind)] / np.maximum(self.time.sum(axis=1), 1)))
+
+    def median_ms(self, kind: str) -> float:
+        """Returns the median of this time, ms."""
+        return float(np.median(self.time[:, KINDS.index(kind)])) / NS_PER_MS
 
     @property
     def has_excess(self) -> bool:

@@ -8,7 +8,8 @@ covers. It is `healthy` where the slow requests only did their own work.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -36,6 +37,7 @@ from otel_infer.analysis.diagnosis.prompts import (
 )
 from otel_infer.analysis.diagnosis.queueing import QueueAnalysis
 from otel_infer.analysis.diagnosis.response_end import find_late_end, find_slow_reader
+from otel_infer.analysis.diagnosis.slow_model import find_slow_model
 from otel_infer.analysis.diagnosis.slow_requests import (
     MIN_REQUESTS,
     NOTICEABLE_MS,
@@ -109,12 +111,14 @@ def diagnose_requests(
     unfinished: Sequence[int] = (),
     cpu_usage: Sequence[CpuSeen] = (),
     abandoned_share: float = 0.0,
+    missed_objectives: Mapping[bytes, tuple[str, ...]] = MappingProxyType({}),
 ) -> Diagnosis:
     """Returns the symptom that these requests show, with its evidence.
 
     `since`: from this instant on (monotonic ns) all requests are recorded; earlier ones only if they were
     open then. `unfinished`: start instants of running requests that have not ended. `cpu_usage`: of the
     server's cores. `abandoned_share`: of the engines' time, what they spent on clients that had left.
+    `missed_objectives`: by span id, the objectives that a request missed.
     """
     served = [record for record in records if _is_served(record)]
     cause_shares = _cause_shares(served)
@@ -127,6 +131,7 @@ def diagnose_requests(
     time = divide_time(served, cpu, abandoned_share)
     findings = [finding for rule in _RULES for finding in rule(served, time)]
     findings += find_cpu_shortage(served, time, cpu) + find_abandoned_work(served, time, abandoned_share)
+    findings += find_slow_model(served, time, missed_objectives, cpu_usage)
     others = [record for record in records if not _is_served(record)]
     findings += _find_queueing(served, time, QueueAnalysis(served, others, since, unfinished))
     return _choose_verdict(served, time, findings, cause_shares)

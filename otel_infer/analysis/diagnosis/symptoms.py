@@ -76,6 +76,11 @@ SYMPTOMS = {
         "the server goes on generating for clients that have left, and the others wait for it",
         "stop generating when the client disconnects (a StoppingCriteria, an abort), and let clients back off before a retry",
     ),
+    semconv.SYMPTOM_SLOW_MODEL: Symptom(
+        semconv.COMPLAINTS[semconv.SYMPTOM_SLOW_MODEL],
+        "the model itself takes longer than the objective allows",
+        "a faster device, or smaller or quantized weights",
+    ),
 }
 """By name. `Finding.change` refines `change` by cause."""
 
@@ -94,21 +99,25 @@ _CHANGE_WHATEVER_THE_CAUSE = (
     semconv.SYMPTOM_NOT_ENOUGH_CPU,
     semconv.SYMPTOM_TOO_MANY_AT_ONCE,
     semconv.SYMPTOM_ABANDONED_WORK,
+    semconv.SYMPTOM_SLOW_MODEL,
 )
 """Symptoms whose cause is one of their effects."""
 
 
 class Finding(NamedTuple):
-    """A symptom of the slow requests. `weight`: its share of their whole time."""
+    """A symptom of the slow requests. `weight`: its share of their whole time. `advice`: a change that its figures suggest."""
 
     symptom: str
     cause: str
     weight: float
     evidence: list[str]
+    advice: str = ""
 
     @property
     def change(self) -> str:
         """The first change to make."""
+        if self.advice:
+            return self.advice
         if self.symptom in _CHANGE_WHATEVER_THE_CAUSE:
             return SYMPTOMS[self.symptom].change
         default = semconv.CAUSES[self.cause].change or SYMPTOMS[self.symptom].change

@@ -14,7 +14,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from otel_infer import semconv
 from otel_infer.assembly.records.request import RequestRecord
@@ -22,9 +22,8 @@ from otel_infer.cli import running_server
 from otel_infer.cli.errors import CommandError
 from otel_infer.cli.explain import client_spans, period
 from otel_infer.cli.explain.client_spans import ClientLatency
-from otel_infer.cli.explain.source import ExplainSource, describe_source
+from otel_infer.cli.explain.input import ExplainInput, read_inferences, read_input
 from otel_infer.cli.explain.tenants import format_tenant, summarise_tenants
-from otel_infer.ringbuffer.events import CpuSeen
 from otel_infer.sidecar.recording import dump_request, file
 
 if TYPE_CHECKING:
@@ -66,14 +65,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Explains a tape or a running server. Returns 2 if it cannot be read or has no such request, else 0."""
     try:
-        data = _read_input(arguments)
+        data = read_input(arguments)
         records = data.records
         latency = _read_client_latency(records, arguments.client)
         if latency is not None and (arguments.request or arguments.against):
             raise CommandError("--client can be combined with neither --request nor --against")
         if arguments.against:
             return _compare_recordings(
-                _read_inferences(Path(arguments.against)).records, records, arguments.json
+                read_inferences(Path(arguments.against)).records, records, arguments.json
             )
     except BrokenPipeError:
         raise
@@ -83,32 +82,6 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.request:
         return _explain_request(records, arguments.request, arguments.json)
     return _explain_all(data, arguments.worst, arguments.json, latency)
-
-
-class ExplainInput(NamedTuple):
-    """The requests to explain. Requests that reached no engine (e.g. health checks) are excluded.
-
-    `complete_since`: from when on the tape has all events (monotonic ns). `running_since`: when each
-    unfinished request was scheduled, or else arrived.
-    """
-
-    source: ExplainSource
-    records: list[RequestRecord]
-    complete_since: int
-    running_since: list[int]
-    cpu_usage: Sequence[CpuSeen] = ()
-    abandoned_share: float = 0.0
-    hang: Sequence[str] = ()
-
-
-def _read_input(arguments: argparse.Namespace) -> ExplainInput:
-    if arguments.tape is None:
-        folder = running_server.find_server_folder(arguments.rings, arguments.server)
-        with running_server.open_dump(folder) as tape:
-            return _read_inferences(tape, arguments.request, folder, period.read_period(arguments))
-    if arguments.rings or arguments.server:
-        raise CommandError("give a tape, or a running server by --rings and --server, not both")
-    return _read_inferences(Path(arguments.tape), arguments.request, arrived=period.read_period(arguments))
 
 
 def _read_client_latency(records: list[RequestRecord], path: str | None) -> ClientLatency | None:
@@ -126,55 +99,11 @@ def _read_client_latency(records: list[RequestRecord], path: str | None) -> Clie
     return latency
 
 
-def _read_inferences(
-    path: Path,
-    request_id: str | None = None,
-    folder: Path | None = None,
-    arrived: period.Period = period.ALWAYS,
-) -> ExplainInput:
-    """Reads a tape. With a request id, it includes the requests that ended before the period of the tape.
-
-    `folder`: the folder of the rings if the tape is a dump of a running server.
-    """
-    from otel_infer.assembly.assembler import Assembler
-    from otel_infer.cli.explain.hang import describe_hang
-    from otel_infer.cli.replay import (
-        find_running_since,
-        measure_abandoned_share,
-        read_recent_records,
-        read_records,
-    )
-
-    assembler = Assembler()
-    read = read_records if request_id else read_recent_records
-    finished = period.select_requests(list(read(path, assembler)), arrived)
-    complete_since = file.read_began_at(path)
-    if arrived.since is not None and finished:
-        complete_since = max(complete_since, min(record.arrived_at for record in finished))
-    source = describe_source(finished, complete_since, tape=None if folder else path, folder=folder)
-    inferences = [record for record in finished if record.operation]
-    running_since = find_running_since(assembler)
-    return ExplainInput(
-        source,
-        inferences,
-        complete_since,
-        running_since,
-        assembler.processes.cpu_usage,
-        measure_abandoned_share(assembler),
-        describe_hang(assembler),
-    )
-
-
 # ── all requests ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _explain_all(data: ExplainInput, worst: int, as_json: bool, latency: ClientLatency | None = None) -> int:
-    from otel_infer.analysis.diagnosis.rules import diagnose_requests
-
-    records = data.records
-    diagnosis = diagnose_requests(
-        records, data.complete_since, data.running_since, data.cpu_usage, data.abandoned_share
-    )
+    records, diagnosis = data.records, data.diagnose()
     slowest = sorted(records, key=lambda record: -record.duration_ns)[: max(worst, 0)]
     if as_json:
         print(json.dumps(_explanation_to_dict(data, diagnosis, slowest, latency)))
@@ -190,7 +119,7 @@ def _explain_all(data: ExplainInput, worst: int, as_json: bool, latency: ClientL
     if latency is not None:
         out.print(latency.to_sentence())
     out.print()
-    _print_causes(out, diagnosis, records)
+    _print_causes(out, diagnosis, data)
     out.print()
     out.print(f"the slowest {len(slowest)}", style="bold")
     for record in slowest:
@@ -208,6 +137,8 @@ def _explanation_to_dict(
         {**finding._asdict(), **SYMPTOMS[finding.symptom]._asdict(), "change": finding.change}
         for finding in diagnosis.findings
     ]
+    for finding in findings:
+        del finding["advice"]  # `change` states it
     devices = [
         {**limit._asdict(), **limit.advice._asdict()} for limit in find_device_bottlenecks(data.records)
     ]
@@ -236,22 +167,21 @@ def _print_findings(out: Console, diagnosis: Diagnosis) -> None:
         out.print(f"  change first: {finding.change}")
 
 
-def _print_causes(out: Console, diagnosis: Diagnosis, records: Sequence[RequestRecord]) -> None:
-    """Prints the causes of the slowest requests, the tenants and the limits of the device."""
-    from otel_infer.analysis.diagnosis.device_bottleneck import find_device_bottlenecks
+def _print_causes(out: Console, diagnosis: Diagnosis, data: ExplainInput) -> None:
+    """Prints the causes of the slowest requests, the tenants, and the limits of the device or of the CPU."""
+    from otel_infer.analysis.diagnosis.rules import HEALTHY
+    from otel_infer.analysis.diagnosis.slow_model import describe_model_limits
 
     out.print("where the time of the slowest tenth went", style="bold")
     for cause, share in diagnosis.causes.items():
         if share >= 0.005:
             out.print(f"  {cause:<16} {100 * share:5.1f} %  {semconv.describe_cause(cause)}")
-    for line in map(format_tenant, summarise_tenants(records)):
+    for line in map(format_tenant, summarise_tenants(data.records)):
         out.print(line, markup=False)
-    for limit in find_device_bottlenecks(records):
-        out.print(
-            f"the device, in {limit.stage}: {limit.bottleneck} in {limit.requests} of {limit.timed}: "
-            f"{limit.advice.meaning}"
-        )
-        out.print(f"  makes it faster: {limit.advice.change}")
+    is_fine = diagnosis.verdict == HEALTHY  # else the change of the symptom comes first
+    for limit, change in describe_model_limits(data.records, data.cpu_usage if is_fine else ()):
+        out.print(limit)
+        out.print(f"  makes it faster: {change}")
 
 
 def summarise_record(record: RequestRecord) -> str:

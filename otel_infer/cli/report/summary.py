@@ -15,11 +15,11 @@ import numpy as np
 from otel_infer import semconv
 from otel_infer.analysis.diagnosis.rules import Diagnosis, diagnose_requests
 from otel_infer.assembly.engine.types import StepRecord
+from otel_infer.assembly.records.missed_objectives import list_missed_objectives
 from otel_infer.assembly.records.process import Pause
 from otel_infer.assembly.records.request import Interferer, RequestRecord
 from otel_infer.cli.latency import collect_latencies
 from otel_infer.config.slo import Objectives
-from otel_infer.export.sampling.tail_sampler import find_missed_objectives
 from otel_infer.ringbuffer.events import CpuSeen
 
 MAX_REQUESTS = 200
@@ -140,16 +140,12 @@ class ReportView(NamedTuple):
 def build_view(recording: RecordingContents) -> ReportView:
     """Builds the view of a tape."""
     began, ended = recording.time_range()
+    missed = list_missed_objectives(recording.records, recording.objectives)
     diagnosis = diagnose_requests(
         recording.records, recording.complete_since, recording.running_since, recording.cpu_usage,
-        recording.abandoned_share,
+        recording.abandoned_share, missed,
     )  # fmt: skip
     interferers = _rank_interferers(recording.records)
-    missed = {
-        r.span_id: names
-        for r in recording.records
-        if (names := find_missed_objectives(r, recording.objectives))
-    }
     longest = sorted(recording.pauses, key=lambda pause: (pause.started_at - pause.ended_at, pause))[
         :MAX_PAUSES
     ]

@@ -9,10 +9,11 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from otel_infer import semconv
+from otel_infer.assembly.records.missed_objectives import is_client_cancelled
 from otel_infer.assembly.records.request import RequestRecord
 from otel_infer.export.metrics.counters import NumberSeries
 from otel_infer.export.metrics.histograms import Histogram, Key
-from otel_infer.export.sampling.tail_sampler import Decision, is_client_cancelled
+from otel_infer.export.sampling.tail_sampler import Decision
 from otel_infer.ringbuffer import events
 
 

@@ -9,12 +9,11 @@ including the spans of other services in them.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterator
 from typing import NamedTuple
 
 from otel_infer import semconv
+from otel_infer.assembly.records.missed_objectives import find_missed_objectives
 from otel_infer.assembly.records.request import RequestRecord
-from otel_infer.config import slo
 from otel_infer.config.slo import Objectives
 from otel_infer.export.sampling.slow_detector import NO_TOKENS, SlowRequestDetector, find_size_class
 from otel_infer.export.sampling.token_bucket import TokenBucket
@@ -280,57 +279,6 @@ def _count_prefill_chunks(record: RequestRecord) -> int:
     A single chunk is the prefill itself, so it counts as 0.
     """
     return len(record.prefill_steps) if len(record.prefill_steps) > 1 else 0
-
-
-def find_missed_objectives(record: RequestRecord, objectives: Objectives) -> tuple[str, ...]:
-    """Returns the objectives that a request missed, sampled or not."""
-    if not objectives.sections:
-        return ()
-    route = str(record.attributes.get(semconv.HTTP_ROUTE, ""))
-    return objectives.find_missed(record.model, route, _measure_durations(record))
-
-
-def is_client_cancelled(record: RequestRecord) -> bool:
-    """Returns whether the client ended the request.
-
-    That is no fault of the server, but the wait until then may be.
-    """
-    return record.outcome == events.ABORTED and record.error_type in semconv.NON_ERROR_TYPES
-
-
-def _measure_durations(record: RequestRecord) -> dict[str, int]:
-    """Returns the durations that objectives apply to, ns. Durations that a request does not have are absent.
-
-    A request that its client cancelled has no end-to-end duration.
-    """
-    queue_stages = [stage for stage in record.stages if stage.name == semconv.SPAN_QUEUE]
-    durations = {slo.QUEUE: sum(stage.ended_at - stage.started_at for stage in queue_stages)}
-    if not is_client_cancelled(record):
-        durations[slo.E2E] = record.duration_ns
-    if record.ttft_ns:
-        durations[slo.TTFT] = record.ttft_ns
-    if record.summary.gaps:
-        durations[slo.ITL] = record.summary.gap_max
-    for name, waited in _iter_unserved_waits(record):
-        durations[name] = max(durations.get(name, 0), waited)
-    if record.tokens_after_first > 0:
-        durations[slo.TPOT] = round(record.decode_ns / record.tokens_after_first)
-    return durations
-
-
-def _iter_unserved_waits(record: RequestRecord) -> Iterator[tuple[str, int]]:
-    """Yields the objective and the wait (ns) for the token that a failed or aborted request still waited for.
-
-    The token would have taken longer than this wait.
-    """
-    if record.outcome == events.OK or record.telemetry_lost or not (record.generative and record.engine):
-        return
-    if record.operation == semconv.OPERATION_EMBEDDINGS:
-        return
-    if record.failed_stage in (semconv.SPAN_QUEUE, semconv.SPAN_PREFILL):
-        yield slo.TTFT, record.duration_ns
-    elif record.final_wait_ns:
-        yield slo.ITL, record.final_wait_ns
 
 
 def _trace_to_fraction(trace_id: bytes) -> float:

@@ -38,10 +38,11 @@ class Tape:
             log.error("cannot complete the tape, its end is missing: %s", error)
 
 
-def open_tape(path: str) -> Tape | None:
-    """Returns a new tape; None if `path` is "", or after a logged failure."""
+def open_tape(path: str, slo: str = "") -> Tape | None:
+    """Returns a new tape; None if `path` is "", or after a logged failure. `slo`: the objectives of the server."""
+    about = {"slo": slo} if slo else {}
     try:
-        return Tape(RecordingWriter(rotate_tape(Path(path)))) if path else None
+        return Tape(RecordingWriter(rotate_tape(Path(path)), **about)) if path else None
     except OSError as error:
         log.error("cannot open the tape, nothing is recorded: %s", error)
         return None

@@ -11,6 +11,7 @@ import pytest
 
 from otel_infer.assembly.records.process import Mark, StartRecord
 from otel_infer.assembly.records.request import RequestRecord
+from otel_infer.config import slo
 from otel_infer.config.environment import Config
 from otel_infer.export.metrics import sender as metrics_sender_module
 from otel_infer.export.sampling import tail_sampler
@@ -443,3 +444,9 @@ def test_a_tape_is_readable_up_to_last_sync(tmp_path: Path) -> None:
         recorded for batch in file.read_batches(path) for recorded in batch.recorded_events
     ] == recorded_events
     pipeline.close(0.0)
+
+
+def test_a_tape_states_the_objectives(tmp_path: Path) -> None:
+    path = tmp_path / "a.tape"
+    Pipeline(Config(tape=str(path), slo="e2e=1s"), MergedReader(), [], None, {}, None, 0).close(0.0)
+    assert file.read_objectives(path) == slo.parse_objectives("e2e=1s")

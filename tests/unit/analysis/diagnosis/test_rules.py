@@ -143,7 +143,7 @@ def symptoms(records: list[RequestRecord], **more: Any) -> list[str]:
 
 def test_each_symptom_has_a_load() -> None:
     """The loads of the others are in `test_time_by_complaint`."""
-    others = {"late_end", "slow_reader", "not_enough_cpu", "too_many_at_once", "abandoned_work"}
+    others = {"late_end", "slow_reader", "not_enough_cpu", "too_many_at_once", "abandoned_work", "slow_model"}
     assert ROWS.keys() | others == SYMPTOMS.keys()
 
 

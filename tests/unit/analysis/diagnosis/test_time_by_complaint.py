@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import random
+import re
 from typing import Any
 
 import pytest
 
 from otel_infer.analysis.diagnosis import excess
 from otel_infer.analysis.diagnosis.concurrency import estimate_shared_time
-from otel_infer.analysis.diagnosis.cpu_use import CpuUse, measure_cpu_use
+from otel_infer.analysis.diagnosis.cpu_use import CpuUse, measure_cores_in_use, measure_cpu_use
 from otel_infer.analysis.diagnosis.rules import Diagnosis, diagnose_requests
 from otel_infer.analysis.diagnosis.uncovered import locate_uncovered_time
 from otel_infer.assembly.engine.step_rows import NO_STEPS
@@ -314,3 +315,66 @@ def test_lock_with_no_call_meanwhile_is_no_batch_window() -> None:
     assert diagnose(make_load(slow)).verdict == "queueing"
     slow = {"scheduler_queue": 400, **BUSY}
     assert diagnose(make_load(slow)).verdict == "batching"
+
+
+# ── the model itself ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def miss_all(records: list[RequestRecord], *names: str) -> dict[bytes, tuple[str, ...]]:
+    """Returns missed objectives of all requests, which get a span id of their own."""
+    for number, record in enumerate(records):
+        record.span_id = number.to_bytes(8, "big")
+    return {record.span_id: names for record in records}
+
+
+def test_a_model_that_always_misses_its_objective_is_slow() -> None:
+    usual = {"ingress": 2, "prefill": 30, "decode": 900, "egress": 1}
+    records = make_load(usual, usual)
+    diagnosis = diagnose(records, missed_objectives=miss_all(records, "tpot", "e2e"))
+    assert diagnosis.verdict == "slow_model"
+    missed, work = diagnosis.findings[0].evidence
+    assert missed == "48 of 48 requests miss an objective: tpot (48), e2e (48)"
+    assert re.fullmatch(r"the model works \d{3} ms on the median request, of \d{3} ms", work)
+
+
+def test_the_same_model_without_objectives_is_healthy() -> None:
+    usual = {"ingress": 2, "prefill": 30, "decode": 900, "egress": 1}
+    assert diagnose(make_load(usual, usual)).verdict == "healthy"
+
+
+def test_missed_objectives_because_of_a_queue_are_queueing() -> None:
+    usual = {"lock_queue": 700, "prefill": 30, "decode": 300}
+    records = make_load(usual, usual)
+    assert diagnose(records, missed_objectives=miss_all(records, "e2e")).verdict == "queueing"
+
+
+def test_objectives_missed_by_few_requests_concern_the_slow_ones() -> None:
+    usual = {"prefill": 10, "decode": 300}
+    records = make_load({**usual, "blocked": 800}, usual)
+    missed = dict(list(miss_all(records, "e2e").items())[::8])
+    assert diagnose(records, missed_objectives=missed).verdict == "stutter"
+
+
+@pytest.mark.parametrize(
+    ("used_ms", "advice"), [(1900, "smaller or quantized weights"), (900, "more threads for the model")]
+)
+def test_the_use_of_the_cores_decides_what_makes_the_model_faster(used_ms: int, advice: str) -> None:
+    usual = {"prefill": 30, "decode": 900}
+    records = make_load(usual, usual)
+    until = records[-1].ended_at
+    seen = CpuSeen(until, 0, 2, used_ms * until // 1000, used_ms * until // 1000, 0)
+    finding = diagnose(records, missed_objectives=miss_all(records, "e2e"), cpu_usage=[seen]).findings[0]
+    assert re.search(r"uses \d\.\d of 2 cores", finding.evidence[-1])
+    assert finding.change.startswith(advice)
+
+
+def test_a_server_that_is_mostly_idle_has_no_figure_of_its_cores() -> None:
+    records = [make_record(number * 1000.0, {"decode": 100}) for number in range(10)]
+    seen = CpuSeen(10 * SECOND, 0, 2, SECOND, SECOND, 0)
+    assert measure_cores_in_use([seen], records) == (0.0, 0)
+
+
+def test_overlapping_requests_count_once_for_cores_in_use() -> None:
+    records = [make_record(at, {"decode": 600}) for at in (0.0, 200.0)]
+    seen = CpuSeen(SECOND, 0, 2, SECOND, 1200 * MS, 0)
+    assert measure_cores_in_use([seen], records) == (1.5, 2)

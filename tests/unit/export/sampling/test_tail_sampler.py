@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from otel_infer import semconv
 from otel_infer.assembly.engine.step_rows import RequestSteps, summarize_steps
+from otel_infer.assembly.records.missed_objectives import find_missed_objectives, measure_durations
 from otel_infer.assembly.records.request import (
     Interferer,
     LatencyBreakdown,
@@ -480,12 +481,12 @@ def test_tpot_objective_uses_the_measured_decode_time() -> None:
     record = finished(10)
     record.first_token_at, record.output_tokens = 1, 41  # four tokens a step
     (record.summary,) = summarize_steps([record.steps], [False])
-    lengths = tail_sampler._measure_durations(record)
+    lengths = measure_durations(record)
     assert lengths["tpot"] == round(record.decode_ns / 40)
     record.steps, record.first_token_at, record.last_token_at = None, 100, 500
-    assert tail_sampler._measure_durations(record)["tpot"] == 10
+    assert measure_durations(record)["tpot"] == 10
     record.first_token_at = 0  # the first token was not observed
-    assert "tpot" not in tail_sampler._measure_durations(record)
+    assert "tpot" not in measure_durations(record)
 
 
 def ended_in_engine(failed_stage: str, outcome: int, error_type: str, **more: Any) -> RequestRecord:
@@ -524,15 +525,12 @@ def test_waiting_for_tokens_counts_and_cancelling_does_not(
     failed_stage: str, outcome: int, error: str, more: dict[str, Any], missed: tuple[str, ...]
 ) -> None:
     """A request that ends while it waits for a token misses the objective; a cancelled request misses no e2e objective."""
-    assert (
-        tail_sampler.find_missed_objectives(ended_in_engine(failed_stage, outcome, error, **more), OBJECTIVES)
-        == missed
-    )
+    assert find_missed_objectives(ended_in_engine(failed_stage, outcome, error, **more), OBJECTIVES) == missed
 
 
 def test_success_without_tokens_misses_no_token_objective() -> None:
     record = ended_in_engine("", events.OK, "")
-    assert tail_sampler.find_missed_objectives(record, slo.parse_objectives("ttft=1ms,itl=1ms")) == ()
+    assert find_missed_objectives(record, slo.parse_objectives("ttft=1ms,itl=1ms")) == ()
 
 
 def test_stalled_stream_misses_the_inter_token_objective() -> None:
@@ -542,14 +540,14 @@ def test_stalled_stream_misses_the_inter_token_objective() -> None:
     story.step(10, 20, [a], prompt={a: 5})
     story.step(20, 30, [a])
     story.aborts(900, a)
-    assert tail_sampler.find_missed_objectives(
-        story.record(), slo.parse_objectives("ttft=100ms,itl=200ms,e2e=300ms")
-    ) == ("itl",)
+    assert find_missed_objectives(story.record(), slo.parse_objectives("ttft=100ms,itl=200ms,e2e=300ms")) == (
+        "itl",
+    )
     stalled = Story()
     b = stalled.arrives(0)
     stalled.submitted(1, b, input_tokens=5)
     stalled.aborts(900, b)
-    assert tail_sampler.find_missed_objectives(
+    assert find_missed_objectives(
         stalled.record(), slo.parse_objectives("ttft=100ms,itl=200ms,e2e=300ms")
     ) == ("ttft",)
 
@@ -557,4 +555,4 @@ def test_stalled_stream_misses_the_inter_token_objective() -> None:
 def test_aborted_embedding_misses_no_token_objective() -> None:
     record = ended_in_engine("prefill", events.ABORTED, "timeout")
     record.operation = "embeddings"
-    assert "ttft" not in tail_sampler.find_missed_objectives(record, slo.parse_objectives("ttft=1ms,itl=1ms"))
+    assert "ttft" not in find_missed_objectives(record, slo.parse_objectives("ttft=1ms,itl=1ms"))
