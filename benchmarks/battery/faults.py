@@ -47,6 +47,11 @@ def draw_usual(rng: random.Random, server: Server, factor: float = 1.0) -> list[
     return draw_requests(rng, SECONDS, server.rate * factor, server.tokens)
 
 
+def draw_crowd(rng: random.Random, server: Server, factor: float = 1.0) -> list[TimedRequest]:
+    """Returns a load in which some requests run at the same time, times a factor."""
+    return draw_requests(rng, SECONDS, (server.crowded_rate or server.rate) * factor, server.tokens)
+
+
 def draw_light(rng: random.Random, server: Server) -> list[TimedRequest]:
     """Returns a load without waits. One request at a time where each blocks the event loop."""
     requests = draw_usual(rng, server, rng.uniform(0.5, 1.0))
@@ -71,11 +76,11 @@ def draw_missed_objective(rng: random.Random, server: Server) -> Case:
 
 
 def draw_lock(rng: random.Random, server: Server) -> Case:
-    return Case(draw_usual(rng, server, rng.uniform(2.0, 3.0)), {"lock": True})
+    return Case(draw_crowd(rng, server, rng.uniform(2.0, 3.0)), {"lock": True})
 
 
 def draw_semaphore(rng: random.Random, server: Server) -> Case:
-    return Case(draw_usual(rng, server, rng.uniform(2.0, 3.0)), {"semaphore": 1})
+    return Case(draw_crowd(rng, server, rng.uniform(2.0, 3.0)), {"semaphore": 1})
 
 
 def draw_blocked_loop(rng: random.Random, server: Server) -> Case:
@@ -88,9 +93,9 @@ def draw_blocked_loop(rng: random.Random, server: Server) -> Case:
 def draw_exhausted_pool(rng: random.Random, server: Server) -> Case:
     if server.name == "embeddings":
         case = draw_slow_database(rng, server)
-        requests = draw_usual(rng, server, 1.5)
+        requests = draw_crowd(rng, server, 1.5)
         return replace(case, requests=requests, database_s=rng.uniform(0.2, 0.3), mistakes={"workers": 2})
-    return Case(draw_usual(rng, server, rng.uniform(2.0, 3.0)), {"workers": 1})
+    return Case(draw_crowd(rng, server, rng.uniform(2.0, 3.0)), {"workers": 1})
 
 
 def draw_hogs(rng: random.Random, server: Server) -> Case:
@@ -116,7 +121,7 @@ def draw_slow_database(rng: random.Random, server: Server) -> Case:
 
 
 def draw_retry_storm(rng: random.Random, server: Server) -> Case:
-    requests = draw_usual(rng, server, rng.uniform(1.2, 1.6))
+    requests = draw_crowd(rng, server, rng.uniform(1.2, 1.6))
     tokens = 2 if server.kind != "embeddings" else 1
     return Case(
         [
@@ -143,24 +148,27 @@ def draw_slow_log(rng: random.Random, server: Server) -> Case:
 
 
 def draw_long_prompts(rng: random.Random, server: Server) -> Case:
-    words = rng.randint(1000, 1400)
-    return Case(change_some(rng, draw_usual(rng, server, 0.4), rng.uniform(0.15, 0.3), words=words))
+    words, share = rng.randint(1000, 1400), rng.uniform(0.15, 0.3)
+    if server.name in ENGINES:  # they compute a long prompt beside other work
+        share += 0.15
+    return Case(change_some(rng, draw_crowd(rng, server, 0.4), share, words=words))
 
 
 def draw_burst(rng: random.Random, server: Server) -> Case:
-    requests = draw_usual(rng, server, 0.5)
+    is_engine = server.name in ENGINES
+    requests = draw_crowd(rng, server, 1.0 if is_engine else 0.5)
     at = SECONDS * rng.uniform(0.4, 0.6)
-    size = rng.randint(25, 40) * (3 if server.name == "embeddings" else 1)
+    size = rng.randint(25, 40) * (3 if server.name == "embeddings" else 2 if is_engine else 1)
     burst = draw_requests(rng, 0.5, 2 * size, server.tokens)[:size]
     return Case(requests + [replace(request, at=at + request.at) for request in burst])
 
 
-FEW_SEQUENCES = {"vllm": ("--max-num-seqs", "4"), "transformers-serve": ("--cb-num-blocks", "24")}
+FEW_SEQUENCES = {"vllm": ("--max-num-seqs", "4"), "transformers-serve": ("--cb-num-blocks", "6")}
 """Engines that run few sequences at a time, or few long ones."""
 
 
 def draw_heavy_among_light(rng: random.Random, server: Server) -> Case:
-    light = draw_requests(rng, SECONDS, server.rate, (4, 10))
+    light = draw_requests(rng, SECONDS, server.crowded_rate or server.rate, (4, 10))
     heavy = [
         TimedRequest(1.0 + 4.0 * turn + rng.uniform(0, 0.1), 40, rng.randint(250, 350))
         for turn in range(3)
@@ -181,7 +189,7 @@ def draw_full_cache(rng: random.Random, server: Server) -> Case:
 
 def draw_preemption(rng: random.Random, server: Server) -> Case:
     """So long answers that the KV cache, which had room for their prompts, is full before they end."""
-    requests = draw_requests(rng, SECONDS, server.rate * rng.uniform(0.8, 1.2), (120, 200), (12, 24))
+    requests = draw_requests(rng, SECONDS, server.rate * rng.uniform(0.5, 0.7), (200, 320), (12, 24))
     return Case(requests, arguments=SMALL_CACHE)
 
 
@@ -197,7 +205,7 @@ WAITS = ("queueing", "peak", "head_of_line_blocking")
 FAULTS = {
     "nothing": Fault(("healthy",), draw_nothing, ALL),
     "nothing, busy machine": Fault(("healthy", "not_enough_cpu"), draw_nothing_busy, ALL),
-    "missed objective": Fault(("slow_model",), draw_missed_objective, (*ENGINES, *UNBLOCKED)),
+    "missed objective": Fault(("slow_model",), draw_missed_objective, ("transformers-serve", *UNBLOCKED)),
     "lock": Fault(WAITS, draw_lock, PROGRAMS),
     "semaphore": Fault(WAITS, draw_semaphore, PROGRAMS),
     "blocked loop": Fault(("pre_engine", "stutter"), draw_blocked_loop, PROGRAMS),

@@ -14,6 +14,8 @@ VLLM_VARIABLES = {"VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VL
 class Server:
     """A server. `{port}`, `{model}` and `{mistakes}` in the command are replaced; `rate`: requests/s that it bears.
 
+    `crowded_rate`: requests/s from which some run at the same time; 0 = `rate`.
+
     `kind`: of its load. `tokens`: output tokens of a usual request. `needs`: the module without which it can't run.
     `fields`: of the body of a request.
     """
@@ -27,6 +29,7 @@ class Server:
     needs: str = "transformers"
     variables: dict[str, str] = field(default_factory=dict)
     fields: dict[str, bool] = field(default_factory=dict)
+    crowded_rate: float = 0.0
 
     @property
     def has_mistakes(self) -> bool:
@@ -56,7 +59,7 @@ SERVERS = {
     for server in (
         Server(
             "generate-threads", "FastAPI, generate in threads", _run_program("generate_threads"),
-            "chat-stream", 2.0, (16, 40), "fastapi",
+            "chat-stream", 1.2, (16, 40), "fastapi", crowded_rate=2.0,
         ),
         Server(
             "generate-async", "FastAPI, generate in async def", _run_program("generate_async"),

@@ -22,6 +22,9 @@ from otel_infer.semconv.causes import Cause
 MIN_SHARE = 0.2
 """Share of the sampled time from which a place is named."""
 MAX_PLACES = 2
+_MAIN_SHARE = 0.5
+"""Share of the sampled time from which one kind of code is more than all other."""
+_MODEL_LIBRARIES = ("/torch/", "/transformers/")
 TIME_OF = {
     semconv.CAUSE_LOCK_QUEUE: (
         semconv.CAUSE_LOCK_QUEUE,
@@ -46,6 +49,11 @@ class CodePlace(NamedTuple):
     callee: str
     waiter: str
 
+    @property
+    def is_model_code(self) -> bool:
+        """Whether the function runs a model."""
+        return any(library in self.file + self.callee for library in _MODEL_LIBRARIES)
+
 
 def find_code_places(records: Sequence[RequestRecord], cause: str) -> list[CodePlace]:
     """Returns the functions in which the time of a cause passed, in the requests that have most of it."""
@@ -62,6 +70,12 @@ def find_code_places(records: Sequence[RequestRecord], cause: str) -> list[CodeP
     places = [_make_place(found, whole) for found in by_function.values()]
     places.sort(key=lambda place: (-place.share, place.file, place.line))
     return [place for place in places if place.share >= MIN_SHARE][:MAX_PLACES]
+
+
+def is_blocked_by_code(records: Sequence[RequestRecord]) -> bool:
+    """Returns whether most of the sampled time that model calls wait is in code that is no model's: it holds the GIL or a lock."""
+    places = find_code_places(records, semconv.CAUSE_BLOCKED)
+    return sum(place.share for place in places if not place.is_model_code) > _MAIN_SHARE
 
 
 def describe_code(records: Sequence[RequestRecord], cause: str) -> list[str]:

@@ -16,7 +16,7 @@ from otel_infer.analysis.diagnosis.queueing import running_interval
 from otel_infer.analysis.diagnosis.slow_requests import sum_cause_time
 from otel_infer.assembly.records.request import RequestRecord
 
-MIN_CONCURRENCY = 4.0
+MIN_CONCURRENCY = 3.0
 """Generations at the same time from which slow requests are slow because of it."""
 _SHARED_CAUSES = (
     semconv.CAUSE_PREFILL,

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from otel_infer import semconv
-from otel_infer.analysis.diagnosis.code_places import find_code_places
+from otel_infer.analysis.diagnosis.code_places import find_code_places, is_blocked_by_code
 from otel_infer.analysis.diagnosis.concurrency import MIN_CONCURRENCY, SharedTime, estimate_shared_time
 from otel_infer.analysis.diagnosis.cpu_use import CpuUse
 from otel_infer.analysis.diagnosis.serialized import find_serialized_waits
@@ -197,17 +197,25 @@ def _move_time(time: Any, origin: str, target: str, limit: Any) -> Any:
 def _move_shared_time(
     time: Any, records: Sequence[RequestRecord], shared: SharedTime, cpu: CpuUse | None
 ) -> None:
-    """Moves what concurrency costs a request out of its stalls, CPU waits and own work, in this order.
+    """Moves what concurrency costs a request out of its waits for the GIL, CPU waits and own work, in this order.
 
-    Then the waits for an event loop that was late while many ran, because it shares the cores and the GIL, unless its own
-    code blocks it. Where others take the cores, requests are many at once because they are slow: a lack of cores.
+    Then the waits for an event loop that was late while many ran, because it shares the cores and the GIL. Waits stay where
+    code was located that causes them. Few calls at a time are ordinary: what they cost is own work. Where others take the
+    cores, requests are many at once because they are slow: a lack of cores.
     """
     is_crowded = shared.concurrency >= MIN_CONCURRENCY
     is_taken = cpu is not None and cpu.is_taken_by_others
     target = semconv.SYMPTOM_NOT_ENOUGH_CPU if is_taken else semconv.SYMPTOM_TOO_MANY_AT_ONCE
+    blocked = np.array([sum_cause_time(record, semconv.CAUSE_BLOCKED) for record in records], float)
+    waits = np.zeros(len(records)) if is_blocked_by_code(records) else blocked
     left = np.where(is_crowded, shared.extra, 0.0)
-    for kind in (semconv.SYMPTOM_STUTTER, semconv.SYMPTOM_NOT_ENOUGH_CPU, semconv.SYMPTOM_PREFILL, OWN_WORK):
+    left = left - _move_time(time, semconv.SYMPTOM_STUTTER, target, np.minimum(left, waits))
+    for kind in (semconv.SYMPTOM_NOT_ENOUGH_CPU, semconv.SYMPTOM_PREFILL, OWN_WORK):
         left = left - _move_time(time, kind, target, left)
+    left = np.where(is_crowded, 0.0, shared.extra)
+    left = left - _move_time(time, semconv.SYMPTOM_STUTTER, OWN_WORK, np.minimum(left, waits))
+    if not is_taken:
+        _move_time(time, semconv.SYMPTOM_NOT_ENOUGH_CPU, OWN_WORK, left)
     if not find_code_places(records, semconv.CAUSE_EVENT_LOOP):
         limit = np.where(shared.before >= MIN_CONCURRENCY, _sum_late_loop(records), 0.0)
         _move_time(time, semconv.SYMPTOM_PRE_ENGINE, target, limit)

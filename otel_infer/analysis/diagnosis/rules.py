@@ -71,7 +71,7 @@ from otel_infer.semconv import causes
 HEALTHY, INSUFFICIENT = "healthy", "insufficient"
 """Verdicts that name no symptom."""
 MAX_UNEXPLAINED_SHARE, _NOTICEABLE_UNEXPLAINED_SHARE = 0.5, 0.1
-"""Share of the weighed time that may be unexplained without a complaint, and beside complaints with less time."""
+"""Share of the weighed time that may be unexplained without a complaint or beside more own work, and beside complaints with less time."""
 MAX_UNCLASSIFIED_SHARE = 0.4
 """Share of the slow requests' time that one cause may have without a symptom that covers it."""
 _OF_ALL = "the time of all requests"
@@ -152,7 +152,8 @@ def _choose_verdict(
     ]
     weighted = _keep_largest_of_kind(sorted(weighted, key=lambda finding: -finding.weight))
     largest, uncovered = max([finding.weight for finding in weighted], default=0.0), measure(UNCOVERED)
-    if uncovered > max(largest, _NOTICEABLE_UNEXPLAINED_SHARE if weighted else MAX_UNEXPLAINED_SHARE):
+    is_noticeable = bool(weighted) and measure(OWN_WORK) <= _MAIN_SHARE
+    if uncovered > max(largest, _NOTICEABLE_UNEXPLAINED_SHARE if is_noticeable else MAX_UNEXPLAINED_SHARE):
         note = _describe_uncovered([served[row] for row in time.slow], uncovered, weighed)
         return Diagnosis(INSUFFICIENT, len(served), [], cause_shares, note, weighed)
     did_more_work = by_excess and measure(OWN_WORK) > _MAIN_SHARE and largest < EXCESS_SHARE
@@ -283,7 +284,8 @@ def _find_batching_delay(served: list[RequestRecord], time: TimeByComplaint) -> 
     """Finds decode steps that are slow because of the size of the batch."""
     slow = select_slowest(served, streaming_time, whole=streaming_time, measure=sum_streaming_cause_time)
     weight, own = slow.reference_share(semconv.CAUSE_BATCHING), slow.reference_share(semconv.CAUSE_DECODE)
-    if weight < max(_MAIN_SHARE, _BATCHING_PER_DECODE * own):
+    is_excess = time.is_complaint(semconv.SYMPTOM_BATCHING)
+    if weight < max(_MAIN_SHARE, _BATCHING_PER_DECODE * own) and not is_excess:
         return []
     size = max(record.summary.batch_size_max for record in slow.records)
     return [Finding(semconv.SYMPTOM_BATCHING, semconv.CAUSE_BATCHING, slow.lifetime_share(semconv.CAUSE_BATCHING), [
