@@ -160,7 +160,7 @@ CAUSE_TABLE = (
     ),
     Cause(
         CAUSE_DECODE, GROUP_OWN_WORK, "#74b866",
-        "its own tokens: what its steps would have cost alone",
+        "its own work in the model: what its steps, or its `forward`, would have cost alone",
         "a smaller or quantized model, speculative decoding, or a faster device",
         stages=(spans.SPAN_FORWARD, spans.SPAN_DECODE),
         is_fault=False,
@@ -212,8 +212,8 @@ CAUSE_TABLE = (
     ),
     Cause(
         CAUSE_EGRESS, GROUP_POST_ENGINE, "#6cc0b5",
-        "from the last token until the last byte is handed to the socket",
-        "see `infer.send.wait` for slow clients; else move work after the last token out of the request",
+        "from the last token, or the result of the model, until the last byte is handed to the socket",
+        "see `infer.send.wait` for slow clients; else move work after the model out of the request",
         stages=(spans.SPAN_POSTPROCESS,),
         sampled=_LATE_CODE,
     ),

@@ -27,6 +27,7 @@ _LARGE_INPUT = 2.0
 """Times the median number of input tokens from which an input is large."""
 _GAPS_PER_PROMPT = 5
 """Median gaps between tokens that a prompt must exceed to be noticed in the stream's own pace."""
+_SHORTER_INPUTS = "shorter or capped inputs, or long ones apart from the others"
 _QUEUE_CAUSES = causes.select_causes(causes.GROUP_QUEUE)
 
 
@@ -75,9 +76,8 @@ def find_large_inputs(served: list[RequestRecord], time: TimeByComplaint) -> lis
     large = float(np.median([input_size(served[row]) for row in time.slow]))
     if large < _LARGE_INPUT * max(usual, 1.0):
         return []
-    return [Finding(kind, semconv.CAUSE_PREFILL, 0.0, [
-        f"the slow requests have {large:.0f} input tokens each, the median request {usual:.0f}",
-    ])]  # fmt: skip
+    evidence = [f"the slow requests have {large:.0f} input tokens each, the median request {usual:.0f}"]
+    return [Finding(kind, semconv.CAUSE_PREFILL, 0.0, evidence, _SHORTER_INPUTS)]
 
 
 def find_prefill_interference(served: list[RequestRecord], time: TimeByComplaint) -> list[Finding]:

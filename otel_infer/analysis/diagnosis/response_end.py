@@ -6,7 +6,12 @@ from collections.abc import Sequence
 
 from otel_infer import semconv
 from otel_infer.analysis.diagnosis.excess import TimeByComplaint
-from otel_infer.analysis.diagnosis.slow_requests import NS_PER_MS, client_backpressure, sum_cause_time
+from otel_infer.analysis.diagnosis.slow_requests import (
+    NS_PER_MS,
+    client_backpressure,
+    name_last_output,
+    sum_cause_time,
+)
 from otel_infer.analysis.diagnosis.symptoms import Finding
 from otel_infer.assembly.records.request import RequestRecord
 
@@ -29,7 +34,7 @@ def find_late_end(served: Sequence[RequestRecord], time: TimeByComplaint) -> lis
     cause = max(parts, key=lambda cause: parts[cause])
     mean_ms = time.mean_ms(kind, time.longest(kind))
     return [Finding(kind, cause, time.total_share(kind), [
-        f"the slowest {len(slow)} of {len(served)} requests end {mean_ms:.0f} ms after their last token, without waiting for the client",
+        f"the slowest {len(slow)} of {len(served)} requests end {mean_ms:.0f} ms after {name_last_output(slow)}, without waiting for the client",
         f"{cause}: {parts[cause] / len(slow) / NS_PER_MS:.0f} ms each",
     ])]  # fmt: skip
 

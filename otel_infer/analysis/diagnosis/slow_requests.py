@@ -154,6 +154,11 @@ def name_first_latency(records: Sequence[RequestRecord]) -> str:
     return "the time to the first token" if has_tokens else "the time to the result"
 
 
+def name_last_output(records: Sequence[RequestRecord]) -> str:
+    """Returns the words for the end of the model's work on these requests."""
+    return "their last token" if any(record.ttft_ns for record in records) else "the model's result"
+
+
 def app_time_before_token(record: RequestRecord) -> int:
     """Returns the ns of `application` before the first token."""
     until = record.arrived_at + ttft_or_duration(record)

@@ -53,8 +53,8 @@ SYMPTOMS = {
     ),
     semconv.SYMPTOM_LATE_END: Symptom(
         semconv.COMPLAINTS[semconv.SYMPTOM_LATE_END],
-        "the server works after the last token",
-        "move work after the last token out of the request: a background task, a queue",
+        "the server works after the model has finished",
+        "move work after the model out of the request: a background task, a queue",
     ),
     semconv.SYMPTOM_SLOW_READER: Symptom(
         semconv.COMPLAINTS[semconv.SYMPTOM_SLOW_READER],
