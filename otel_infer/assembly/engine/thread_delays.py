@@ -49,8 +49,6 @@ MAX_LAG_NS = 10_000_000_000
 """A thread that was not sampled for longer is no longer sampled."""
 MIN_DELAY_SHARE = 0.01
 """Share of a sample below which faults and CPU waits are ignored, because every thread has a few."""
-_START_ERROR_NS = 20_000_000
-"""Error of a thread's start, which the kernel reports in ticks."""
 _NEVER, _LAST_INSTANT = 1 << 63, (1 << 63) - 1
 
 
@@ -179,6 +177,9 @@ class ThreadDelays(KnownDelays):
         """Adds a sample; it has an effect once the steps in it are done."""
         if not self._sample_count:
             self._append_bound(sample.since, 0.0, 0.0)
+        sample = _begin_after(sample, self._last_bound())
+        if sample.since >= sample.at:
+            return
         self._is_over = False
         self._system_ns += sample.system_ns
         self._faults += sample.faults
@@ -188,22 +189,20 @@ class ThreadDelays(KnownDelays):
         self._update_due()
 
     def add_totals(self, totals: ThreadRan) -> None:
-        """Adds what a thread's totals hold beyond its samples: its last part, or all of it.
-
-        A later thread has other samples, so these are forgotten.
-        """
-        sampled = [sample for sample in self._recent if sample.since >= totals.since - _START_ERROR_NS]
+        """Adds what the counters of a generation hold beyond the samples in it: its last part, or all of it."""
+        during = [sample for sample in self._recent if sample.at > totals.since]
         self._recent.clear()
-        since = max([sample.at for sample in sampled], default=max(totals.since, self._last_bound()))
+        since = max([sample.at for sample in during], default=max(totals.since, self._last_bound()))
         if since >= totals.at:
             return
+        overlaps = [sample.at - max(sample.since, totals.since) for sample in during]
         ran, waited, system = (
-            max(total * 1000 - sum(getattr(sample, name) for sample in sampled), 0)
+            max(total * 1000 - sum(min(getattr(sample, name), overlap) for sample, overlap in zip(during, overlaps)), 0)
             for total, name in (
                 (totals.ran_us, "ran_ns"), (totals.waited_us, "waited_ns"), (totals.system_us, "system_ns"),
             )
         )  # fmt: skip
-        faults = max(totals.faults - sum(sample.faults for sample in sampled), 0)
+        faults = max(totals.faults - sum(sample.faults for sample in during), 0)
         length = totals.at - since
         self.add_sample(ThreadSeen(totals.at, since, min(ran, length), min(waited, length), system, faults))
         self._recent.clear()
@@ -324,3 +323,13 @@ class ThreadDelays(KnownDelays):
                 for t in tables
             )
         )
+
+
+def _begin_after(sample: ThreadSeen, bound: int) -> ThreadSeen:
+    """Returns the part of a sample after the last one, which may be the counters of a generation that has ended in it."""
+    if sample.since >= bound:
+        return sample
+    length = max(sample.at - bound, 0)
+    return sample._replace(
+        since=bound, ran_ns=min(sample.ran_ns, length), waited_ns=min(sample.waited_ns, length)
+    )

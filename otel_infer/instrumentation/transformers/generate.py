@@ -28,7 +28,7 @@ from otel_infer.instrumentation.hooks.compiled_hook import compile_hook
 from otel_infer.instrumentation.hooks.engines import read_model_name
 from otel_infer.instrumentation.hooks.probe import Call, Hook
 from otel_infer.instrumentation.hooks.suppression import suppress_torch
-from otel_infer.instrumentation.hooks.thread_counters import record_thread_run
+from otel_infer.instrumentation.hooks.thread_counters import begin_thread_run, record_thread_run
 from otel_infer.instrumentation.transformers import generation_run
 from otel_infer.instrumentation.transformers._instrumentor import (
     ENGINE,
@@ -139,6 +139,7 @@ def _begin_generation(call: Call) -> GenerationRun | None:
         recorder.record_missing_steps(request.handle)
     else:
         writer.pack_handles = _pack_handles
+        begin_thread_run()
     return GenerationRun(request, own, writer, rows, prompt)
 
 

@@ -156,7 +156,7 @@ class ThreadSeen(NamedTuple):
 
 
 class ThreadRan(NamedTuple):
-    """Kernel counters of an engine's thread since its start `since`, recorded by itself after its only generation.
+    """Kernel counters of a thread for one generation, which began at `since`, recorded by itself at its end.
 
     `ring_number`: of its steps. Times in µs, as of `ThreadSeen`.
     """

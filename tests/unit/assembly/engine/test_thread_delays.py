@@ -251,3 +251,19 @@ def test_totals_older_than_the_samples_add_nothing() -> None:
     delays.add_sample(sample(40, 0, ran=40))
     delays.add_totals(total(30, 0, ran=10, waited=20))
     assert explain_steps(delays, table(10, 20, 10)) == [0, 0, 0]
+
+
+def test_a_sample_that_began_before_the_generation_counts_its_part() -> None:
+    """The thread was idle for 40 ms, then computed 10 ms, and 20 ms after the sample, and waited 15 ms."""
+    delays = ThreadDelays()
+    delays.add_sample(sample(50, 0, ran=10))
+    delays.add_totals(total(85, 40, ran=30, waited=15))
+    assert explain_steps(delays, table(40, 10, 25, 10)) == [0, 0, 15, 0]
+
+
+def test_a_sample_after_the_totals_begins_where_they_end() -> None:
+    delays = ThreadDelays()
+    delays.add_sample(sample(20, 0, ran=20))
+    delays.add_totals(total(40, 0, ran=30, waited=10))
+    delays.add_sample(sample(60, 20, ran=30, waited=10))
+    assert explain_steps(delays, table(10, 10, 20, 10, 10)) == [0, 0, 10, 0, 0]

@@ -1,4 +1,4 @@
-"""A thread that runs one generation records its kernel counters at the end; a worker of a pool does not."""
+"""A thread records its kernel counters of each generation at its end."""
 
 from __future__ import annotations
 
@@ -35,6 +35,7 @@ def generate() -> None:
     """Acquires a writer, computes and sleeps for known times, and records the thread's totals."""
     writer = recorder.acquire_batch_writer("toy")
     assert writer is not None
+    thread_counters.begin_thread_run()
     until = time.thread_time() + RAN_S
     while time.thread_time() < until:
         hashlib.sha256(bytes(1 << 14))
@@ -58,10 +59,26 @@ def test_thread_records_its_totals(recorded: list[Any]) -> None:
     assert run.ran_us + run.waited_us <= (run.at - run.since) / 1000 + 20_000
 
 
-def test_worker_of_a_pool_records_only_once(recorded: list[Any]) -> None:
+def test_worker_of_a_pool_records_each_generation_alone(recorded: list[Any]) -> None:
     with ThreadPoolExecutor(1) as pool:
         for _ in range(3):
             pool.submit(generate).result()
+            time.sleep(SLEPT_S)
+    runs = find_runs(recorded)
+    assert len(runs) == 3
+    for run in runs:
+        assert RAN_S * 1e6 <= run.ran_us < RAN_S * 1e6 + 50_000
+        assert run.at - run.since < (RAN_S + SLEPT_S) * 1e9 + 80e6
+
+
+def test_generation_is_recorded_once(recorded: list[Any]) -> None:
+    """A stream's end records it before `generate` returns."""
+    writer = recorder.acquire_batch_writer("toy")
+    assert writer is not None
+    thread_counters.begin_thread_run()
+    thread_counters.record_thread_run(writer, "toy")
+    thread_counters.record_thread_run(writer, "toy")
+    recorder.release_batch_writer("toy", writer)
     assert len(find_runs(recorded)) == 1
 
 
