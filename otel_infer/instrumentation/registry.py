@@ -18,6 +18,7 @@ log = logging.getLogger(__name__)
 ENTRY_POINT_GROUP = "otel_infer_instrumentor"
 BUILTIN = {
     "asgi": "asgi",
+    "wsgi": "wsgi",
     "threading": "threading",
     "waits": "waits",
     "signals": "signals",

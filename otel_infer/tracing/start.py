@@ -18,6 +18,7 @@ from otel_infer import _clock
 from otel_infer.ringbuffer import events
 from otel_infer.ringbuffer.recorder import recorder
 from otel_infer.tracing import context, request_span, span_ids
+from otel_infer.tracing.deferred_request import DeferredRequest
 from otel_infer.tracing.request_span import (
     REQUEST_KEY,
     RequestSpan,
@@ -30,6 +31,8 @@ from otel_infer.tracing.span_ids import RemoteParent
 def current_request() -> RequestSpan | None:
     """Returns the current request; None if there is none or it has ended."""
     request = context.current_context().get(REQUEST_KEY)
+    if type(request) is DeferredRequest:
+        request = request.open()
     return request if isinstance(request, RequestSpan) and not request.ended else None
 
 

@@ -30,12 +30,6 @@ from otel_infer.instrumentation.asgi.entry_point import AsgiEntryPoint
 from otel_infer.instrumentation.asgi.exchange import SCOPE_KEY, App, Exchange, Receive
 from otel_infer.instrumentation.asgi.exchange_state import Scope, Send
 from otel_infer.instrumentation.asgi.lifespan import Lifespan
-from otel_infer.instrumentation.asgi.parent_context import (
-    detach_all,
-    has_active_span,
-    has_provider,
-    is_remote_parent_in_other_trace,
-)
 from otel_infer.instrumentation.asgi.plain_requests import (
     compile_asgi_hook,
     compile_entry_point,
@@ -45,6 +39,12 @@ from otel_infer.instrumentation.asgi.plain_requests import (
 from otel_infer.instrumentation.asgi.untraced_exchange import UntracedExchange
 from otel_infer.instrumentation.hooks.instrumentor import Instrumentor
 from otel_infer.instrumentation.hooks.probe import Hook, WrapperFactory
+from otel_infer.instrumentation.http_server.parent_context import (
+    detach_all,
+    has_active_span,
+    has_provider,
+    is_remote_parent_in_other_trace,
+)
 from otel_infer.ringbuffer import events
 from otel_infer.ringbuffer.recorder import recorder
 from otel_infer.tracing import request_span

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from otel_infer.instrumentation.asgi.parent_context import Tokens
+from otel_infer.instrumentation.http_server.parent_context import Tokens
 from otel_infer.ringbuffer.native import native
 
 

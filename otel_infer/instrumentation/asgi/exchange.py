@@ -9,27 +9,26 @@ from typing import Any
 
 from otel_infer import _clock
 from otel_infer.config import tenancy
+from otel_infer.instrumentation.asgi.connection_socket import find_connection_socket
 from otel_infer.instrumentation.asgi.entry_point import AsgiEntryPoint
 from otel_infer.instrumentation.asgi.exchange_state import Message, Scope, Send
-from otel_infer.instrumentation.asgi.outcome import determine_outcome, unwrap_group
-from otel_infer.instrumentation.asgi.parent_context import (
-    Tokens,
-    clear_span_and_baggage,
-    detach_all,
-    extract_context,
-    has_active_span,
-    is_current_span,
-    is_remote_parent_in_other_trace,
-    open_from_headers,
-    parse_remote_parent,
-)
 from otel_infer.instrumentation.asgi.response import Response
 from otel_infer.instrumentation.asgi.route import encode_method_and_route
 from otel_infer.instrumentation.asgi.server_connection import UNKNOWN_CONNECTION, follow_connection
-from otel_infer.instrumentation.asgi.socket_wait import record_socket_wait
 from otel_infer.instrumentation.hooks.probe import Hook
+from otel_infer.instrumentation.http_server.outcome import determine_outcome, unwrap_group
+from otel_infer.instrumentation.http_server.parent_context import (
+    Tokens,
+    detach_all,
+    has_active_span,
+    is_current_span,
+    is_remote_parent_in_other_trace,
+    open_by_propagators,
+    open_from_headers,
+)
+from otel_infer.instrumentation.http_server.socket_wait import record_socket_wait
 from otel_infer.ringbuffer import events
-from otel_infer.tracing import caller, context, request_span, start
+from otel_infer.tracing import caller, context
 
 Receive = Callable[[], Awaitable[Message]]
 App = Callable[..., Awaitable[Any]]
@@ -96,10 +95,10 @@ class Exchange(Response):
             name = method if method in events.METHODS else events.OTHER
             request = None if ambient else open_from_headers(headers, name, OWNER, at)
             if request is None:
-                request = _open_by_propagators(headers, name, ambient, at)
+                request = open_by_propagators(headers, name, OWNER, ambient, at)
             self.request = request
             if request is not None:
-                record_socket_wait(request, self.server_send, at, _now())
+                record_socket_wait(request, find_connection_socket(self.server_send), at, _now())
                 if caller.caller_settings is not tenancy.NO_CALLER_SETTINGS:
                     caller.record_caller(request, headers, str(self.scope.get("path", "")))
                 return (request.attach(),)
@@ -224,14 +223,3 @@ class Exchange(Response):
             with contextlib.suppress(BaseException):  # `exc` is the exception to be logged
                 request.close(events.ABORTED, events.CANCELLED)
         self.hook.count_failure(exc)
-
-
-def _open_by_propagators(headers: Any, name: str, ambient: bool, at: int) -> request_span.RequestSpan | None:
-    """Opens a request below the span that is current (`ambient`), or that the propagators read."""
-    if ambient:
-        return start.open_request(name, owner=OWNER, around=None, server=True, arrived_at=at)
-    around, remote_parent = clear_span_and_baggage(context.current_context()), parse_remote_parent(headers)
-    if remote_parent is not None:
-        return start.open_request_below_remote(remote_parent, name, OWNER, around, at)
-    around = extract_context(headers, around)
-    return start.open_request(name, owner=OWNER, around=around, server=True, arrived_at=at)

@@ -17,10 +17,10 @@ from otel_infer.config import tenancy
 from otel_infer.instrumentation.asgi import response_headers
 from otel_infer.instrumentation.asgi.entry_point import AsgiEntryPoint
 from otel_infer.instrumentation.asgi.exchange import OWNER, SCOPE_KEY, App, Exchange
-from otel_infer.instrumentation.asgi.parent_context import has_provider, reads_w3c_only
 from otel_infer.instrumentation.asgi.server_connection import can_follow
 from otel_infer.instrumentation.hooks.compiled_hook import compile_hook
 from otel_infer.instrumentation.hooks.probe import Hook
+from otel_infer.instrumentation.http_server.parent_context import has_provider, reads_w3c_only
 from otel_infer.ringbuffer import events
 from otel_infer.ringbuffer.native import native
 from otel_infer.ringbuffer.recorder import CHECK_NS, recorder

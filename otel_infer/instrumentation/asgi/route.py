@@ -5,18 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from otel_infer.ringbuffer import events
+from otel_infer.instrumentation.http_server.method import encode_method, to_known_names
 
 
 def encode_method_and_route(
     scope: Mapping[str, Any], route: Any, root_path: str, mount_path: str
 ) -> tuple[int, str]:
     """Returns method and scheme as one number, and the route template, as `events.ExchangeEnded` holds them."""
-    method: Any = scope.get("method")
-    scheme: Any = scope.get("scheme")
-    http = events.HTTP_CODES.get((method, scheme))
-    if http is None:
-        http = events.HTTP_CODES[_to_known_names(method, scheme)]
+    http = encode_method(scope.get("method"), scope.get("scheme"))
     if route is not None and not mount_path and not root_path:  # nearly always; this saves a call
         path = getattr(route, "path_format", None)
         if type(path) is str:
@@ -28,16 +24,8 @@ def find_method_scheme_and_route(
     scope: Mapping[str, Any], route: Any, root_path: str, mount_path: str
 ) -> tuple[str, str, str]:
     """Returns method, scheme and route template, as `events.HttpServed` holds them."""
-    names = _to_known_names(scope.get("method"), scope.get("scheme"))
+    names = to_known_names(scope.get("method"), scope.get("scheme"))
     return *names, _find_template(route, root_path, mount_path)
-
-
-def _to_known_names(method: Any, scheme: Any) -> tuple[str, str]:
-    """Returns method and scheme; a method outside `events.METHODS` as `events.OTHER`, another scheme as ""."""
-    return (
-        method if method in events.METHODS else events.OTHER,
-        scheme if scheme in events.SCHEMES else "",
-    )
 
 
 def _find_template(route: Any, root_path: str, mount_path: str) -> str:

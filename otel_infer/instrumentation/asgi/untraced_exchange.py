@@ -7,10 +7,10 @@ from typing import Any
 from otel_infer import _clock
 from otel_infer.instrumentation.asgi.exchange import SCOPE_KEY, Receive
 from otel_infer.instrumentation.asgi.exchange_state import Message, Scope, Send
-from otel_infer.instrumentation.asgi.outcome import determine_outcome, unwrap_group
-from otel_infer.instrumentation.asgi.parent_context import Tokens, has_active_span
 from otel_infer.instrumentation.asgi.route import find_method_scheme_and_route
 from otel_infer.instrumentation.hooks.probe import Hook
+from otel_infer.instrumentation.http_server.outcome import determine_outcome, unwrap_group
+from otel_infer.instrumentation.http_server.parent_context import Tokens, has_active_span
 from otel_infer.ringbuffer import events
 from otel_infer.ringbuffer.recorder import recorder
 

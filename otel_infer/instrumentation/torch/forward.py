@@ -41,6 +41,7 @@ from otel_infer.ringbuffer import events
 from otel_infer.ringbuffer.recorder import recorder
 from otel_infer.tracing import request_span, start
 from otel_infer.tracing.context import current_context, detach
+from otel_infer.tracing.deferred_request import DeferredRequest
 from otel_infer.tracing.outcome import classify_exception
 from otel_infer.tracing.request_span import REQUEST_KEY
 
@@ -77,6 +78,8 @@ def _call_traced(module: Any, /, *args: Any, **kwargs: Any) -> Any:
     started_at, token, handle = _clock.now(), None, UNTIMED
     try:
         request = None if _call_descriptor.is_tracing() else current_context().get(REQUEST_KEY)
+        if type(request) is DeferredRequest:
+            request = request.open()
         if request is None or request.ended:
             request, token = _open_request(module)
         elif not request.is_named and not request.has_forward_name:  # the first model that served it

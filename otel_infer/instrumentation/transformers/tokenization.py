@@ -20,6 +20,7 @@ from otel_infer.instrumentation.transformers.generation_run import compiled_stat
 from otel_infer.ringbuffer import events
 from otel_infer.tracing import start
 from otel_infer.tracing.context import current_context
+from otel_infer.tracing.deferred_request import DeferredRequest
 from otel_infer.tracing.request_span import REQUEST_KEY
 
 _TOKENIZER = "transformers.tokenization_utils_base:PreTrainedTokenizerBase"
@@ -31,6 +32,8 @@ def _wrap_tokenize(original: Callable[..., Any], hook: Hook) -> Callable[..., An
         if tokenizer_call.busy or not hook.alive:
             return original(*args, **kwargs)
         request = current_context().get(REQUEST_KEY)
+        if type(request) is DeferredRequest:
+            request = request.open()
         if request is None or request.ended or request.tokenizing:
             return original(*args, **kwargs)
         started_at = _clock.now()

@@ -7,12 +7,11 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from otel_infer.instrumentation.asgi import socket_wait
+from otel_infer.instrumentation.http_server import socket_wait
 from otel_infer.ringbuffer import events
 from tests.instrumentation.asgi.test_servers import (
     Connection,
@@ -130,12 +129,11 @@ def test_unix_socket_has_no_accept_stage(serve: Callable[..., int], watched: Wat
             with server:
                 client.sendall(b"x")
                 time.sleep(0.02)
-                transport = SimpleNamespace(get_extra_info=lambda name: server)
-                assert socket_wait.read_socket_wait(transport) == 0
+                assert socket_wait.read_socket_wait(server) == 0
 
 
-def test_closed_transport_has_no_wait() -> None:
-    assert socket_wait.read_socket_wait(SimpleNamespace(get_extra_info=lambda name: None)) == 0
+def test_closed_connection_has_no_wait() -> None:
+    assert socket_wait.read_socket_wait(None) == 0
 
 
 @pytest.mark.parametrize("is_native", [True, False])
@@ -148,6 +146,5 @@ def test_wait_is_known_to_a_tick_of_the_kernel(is_native: bool, monkeypatch: pyt
             time.sleep(0.1)
             server, _ = listener.accept()
             with server:
-                transport = SimpleNamespace(get_extra_info=lambda name: server)
-                assert socket_wait.read_socket_wait(transport) > 100e6 - TICK_NS
+                assert socket_wait.read_socket_wait(server) > 100e6 - TICK_NS
                 assert server.recv(1) == b"x"  # the descriptor stays open

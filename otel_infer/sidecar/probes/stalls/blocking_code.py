@@ -38,7 +38,7 @@ _INSTALLED = re.compile(r"/(?:site|dist)-packages/")
 _STANDARD = re.compile(r"/lib(?:64)?/python3\.\d+t?/|^<frozen ")
 _NUMERIC = re.compile(r"/(?:site|dist)-packages/(?:torch|numpy|functorch)/")
 _SERVING = re.compile(
-    r"/(?:site|dist)-packages/(?:uvicorn|hypercorn|gunicorn|uvloop|h11|httptools|starlette|fastapi|anyio|click|typer)/"
+    r"/(?:site|dist)-packages/(?:uvicorn|hypercorn|gunicorn|werkzeug|waitress|gevent|flask|django|falcon|uvloop|h11|httptools|starlette|fastapi|anyio|click|typer)/"
 )
 _ENGINES = re.compile(r"/(?:site|dist)-packages/(?:vllm|transformers|sentence_transformers|sglang)/")
 _OWN = re.compile(r"/otel_infer/(?:_bootstrap|cli|config|gpu|instrumentation|ringbuffer|sidecar|tracing)/")

@@ -26,8 +26,9 @@ import otel_infer
 from otel_infer import _clock, semconv
 from otel_infer.config import tenancy
 from otel_infer.instrumentation import asgi
-from otel_infer.instrumentation.asgi import exchange, parent_context, response_headers
+from otel_infer.instrumentation.asgi import exchange, response_headers
 from otel_infer.instrumentation.hooks.probe import Hook
+from otel_infer.instrumentation.http_server import parent_context
 from otel_infer.ringbuffer import events
 from otel_infer.ringbuffer.arena import MemoryArena
 from otel_infer.ringbuffer.reader import RequestReader

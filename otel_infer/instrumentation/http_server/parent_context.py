@@ -14,7 +14,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from otel_infer.ringbuffer.events import OWN_SERVER_SPAN
 from otel_infer.ringbuffer.recorder import CHECK_NS, recorder
-from otel_infer.tracing import context, request_span
+from otel_infer.tracing import context, request_span, start
 from otel_infer.tracing.span_ids import NO_REMOTE_PARENT, LazySpanIds, RemoteParent
 
 Tokens = tuple[Any, ...]
@@ -150,6 +150,19 @@ def open_from_headers(
         around = clear_span_and_baggage(around)
     identity = tuple.__new__(LazySpanIds, (ids, flags, True, parent, None))
     return request_span.RequestSpan(identity, handle, arrived_at, owner, around)
+
+
+def open_by_propagators(
+    headers: Any, name: str, owner: str, ambient: bool, at: int
+) -> request_span.RequestSpan | None:
+    """Opens a request below the span that is current (`ambient`), or that the propagators read."""
+    if ambient:
+        return start.open_request(name, owner=owner, around=None, server=True, arrived_at=at)
+    around, remote_parent = clear_span_and_baggage(context.current_context()), parse_remote_parent(headers)
+    if remote_parent is not None:
+        return start.open_request_below_remote(remote_parent, name, owner, around, at)
+    around = extract_context(headers, around)
+    return start.open_request(name, owner=owner, around=around, server=True, arrived_at=at)
 
 
 def extract_context(headers: Iterable[tuple[bytes, bytes]], around: Context) -> Context:

@@ -1,0 +1,65 @@
+"""Reads the route template of a request from the framework that found it: Flask, Django, Falcon, Bottle."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from otel_infer.instrumentation.hooks.instrumentor import Instrumentor
+from otel_infer.instrumentation.hooks.probe import Hook
+from otel_infer.instrumentation.wsgi.exchange import ENVIRON_KEY
+
+
+def register_hooks(instrumentor: Instrumentor) -> None:
+    """Registers a hook per framework, on the function that finds the route."""
+    for part, target, note_route in (
+        ("flask", "flask.ctx:RequestContext.match_request", _note_flask_route),
+        ("flask", "flask.ctx:AppContext.match_request", _note_flask_route),
+        ("django", "django.core.handlers.base:BaseHandler.resolve_request", _note_django_route),
+        ("falcon", "falcon.app:App._get_responder", _note_falcon_route),
+    ):
+        instrumentor.patch_hot_path(target, optional=True, part=part)(_make_hook(note_route))
+
+
+def _make_hook(note_route: Callable[..., None]) -> Callable[..., Any]:
+    """Returns a wrapper factory that calls `note_route(result, self, *args)` after the framework's function."""
+
+    def make_wrapper(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+        def find_and_note_route(self: Any, *args: Any, **kwargs: Any) -> Any:
+            result = original(self, *args, **kwargs)
+            try:
+                if hook.alive:
+                    note_route(result, self, *args)
+            except BaseException as exc:
+                hook.count_failure(exc)
+            return result
+
+        return find_and_note_route
+
+    return make_wrapper
+
+
+def _set_route(environ: Any, template: Any) -> None:
+    exchange = environ.get(ENVIRON_KEY) if isinstance(environ, dict) else None
+    if exchange is not None and isinstance(template, str):
+        exchange.route = template if template.startswith("/") else f"/{template}"
+
+
+def _note_flask_route(result: Any, context: Any) -> None:
+    rule = context.request.url_rule
+    if rule is not None:
+        _set_route(context.request.environ, _get_mount_path(context.request) + rule.rule)
+
+
+def _get_mount_path(request: Any) -> str:
+    """Returns the path under which the application is mounted."""
+    prefix = request.environ.get("SCRIPT_NAME", "")
+    return prefix if isinstance(prefix, str) else ""
+
+
+def _note_django_route(match: Any, handler: Any, request: Any) -> None:
+    _set_route(getattr(request, "environ", None), match.route)
+
+
+def _note_falcon_route(found: Any, app: Any, request: Any) -> None:
+    _set_route(request.env, found[3])
