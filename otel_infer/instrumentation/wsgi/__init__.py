@@ -56,7 +56,7 @@ def _call_app(app: App, exchange: WsgiExchange, environ: Environ, start_response
     """Calls the application in the context of its request. The request ends with the returned body."""
     token = exchange.attach()
     try:
-        body = app(environ, exchange.follow_start(start_response))
+        body = exchange.call_in_thread(app, environ, exchange.follow_start(start_response))
     except BaseException as exc:
         exchange.end(exc)
         raise

@@ -109,6 +109,10 @@ class WsgiExchange:
             self._hook.count_failure(exc)
             return None
 
+    def call_in_thread(self, call: Callable[..., Any], /, *args: Any) -> Any:
+        """Calls a function of the application. While it runs, the sidecar finds this thread if the request is late."""
+        return call(*args) if self.request is None else self.request.call_in_thread(call, *args)
+
     # ── the response ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def follow_start(self, start_response: Callable[..., Any]) -> Callable[..., Any]:

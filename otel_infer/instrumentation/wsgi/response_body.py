@@ -45,7 +45,7 @@ class ResponseBody:
         try:
             if self._chunks is None:
                 self._chunks = iter(self._body)
-            chunk = next(self._chunks)
+            chunk = exchange.call_in_thread(next, self._chunks)
         except StopIteration:
             exchange.completed_at = _clock.now()
             exchange.end()

@@ -18,7 +18,7 @@ from opentelemetry.sdk.trace import TracerProvider
 import otel_infer
 from otel_infer.assembly.records.request import RequestRecord
 from otel_infer.instrumentation import wsgi
-from otel_infer.ringbuffer import events
+from otel_infer.ringbuffer import events, layout
 from otel_infer.ringbuffer.recorder import recorder
 from otel_infer.tracing import start
 from tests.support.rings import Recording
@@ -116,6 +116,23 @@ def test_body_is_computed_in_the_context_of_its_request(recording: Recording) ->
     assert call(stream, make_environ()) == ("200 OK", b"xxx")
     assert start.current_request() is None
     assert find_record(recording).outcome == events.OK
+
+
+def test_thread_is_known_while_it_works_for_its_request(recording: Recording) -> None:
+    """The sidecar finds the code of a late request by its thread."""
+
+    def list_threads() -> list[int]:
+        writer = recorder.requests
+        assert writer is not None
+        words = writer.threads.tolist()
+        return [words[i + 1] for i in range(0, len(words), layout.THREAD_WORDS) if words[i]]
+
+    def stream(environ: Environ, start_response: Callable[..., Any]) -> Iterator[bytes]:
+        start_response("200 OK", [])
+        yield b"x" if list_threads() == [threading.get_native_id()] else b""
+
+    assert call(stream, make_environ()) == ("200 OK", b"x")
+    assert list_threads() == []
 
 
 def test_exception_of_the_application_is_its_own(recording: Recording) -> None:
