@@ -32,6 +32,11 @@ class DeferredRequest:
                 self._request = open_request()
         return self._request
 
+    def discard(self) -> None:
+        """Makes `open` return None from now on, unless the request is open: its exchange has ended."""
+        with self._lock:
+            self._open = None
+
     def attach(self) -> Any:
         """Makes it current here; returns the token for `detach`."""
         return context.attach(Context({**context.current_context(), REQUEST_KEY: self}))

@@ -21,7 +21,7 @@ from __future__ import annotations
 import functools
 import logging
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from typing import Any
 
 import otel_infer.tracing  # noqa: F401  (loads OpenTelemetry's API, see `config.propagators`)
@@ -38,7 +38,8 @@ from otel_infer.instrumentation.asgi.plain_requests import (
 )
 from otel_infer.instrumentation.asgi.untraced_exchange import UntracedExchange
 from otel_infer.instrumentation.hooks.instrumentor import Instrumentor
-from otel_infer.instrumentation.hooks.probe import Hook, WrapperFactory
+from otel_infer.instrumentation.hooks.probe import Hook
+from otel_infer.instrumentation.http_server.app_attribute import patch_app_attribute
 from otel_infer.instrumentation.http_server.parent_context import (
     detach_all,
     has_active_span,
@@ -155,27 +156,11 @@ def _begin_exchange(
         return None
 
 
-def _patch_app_attribute(attribute: str) -> WrapperFactory:
-    """Returns a wrapper factory that wraps the application held in `self.<attribute>` after the call."""
-
-    def make_wrapper(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
-        def call_and_wrap_app(self: Any, *args: Any, **kwargs: Any) -> Any:
-            result = original(self, *args, **kwargs)
-            try:
-                if hook.alive:
-                    setattr(self, attribute, _make_entry_point(getattr(self, attribute), hook))
-            except BaseException as exc:
-                hook.mark_failed(exc)
-            return result
-
-        return call_and_wrap_app
-
-    return make_wrapper
-
-
-instrumentor.patch_hot_path("uvicorn.config:Config.load", part="uvicorn")(_patch_app_attribute("loaded_app"))
+instrumentor.patch_hot_path("uvicorn.config:Config.load", part="uvicorn")(
+    patch_app_attribute("loaded_app", _make_entry_point)
+)
 instrumentor.patch_hot_path("hypercorn.app_wrappers:ASGIWrapper.__init__", part="hypercorn")(
-    _patch_app_attribute("app")
+    patch_app_attribute("app", _make_entry_point)
 )
 server_connection.register_hooks(instrumentor)
 

@@ -3,7 +3,7 @@
     server ─▶ application(environ, start_response) ─▶ body, read chunk by chunk ─▶ close
 
 The application is wrapped as its server receives it: werkzeug, gunicorn's workers, waitress, wsgiref and gevent. Any other
-server gets `wrap(app)`. Routes are read from Flask, Django, Falcon and Bottle (`route`).
+server gets `wrap(app)`. Routes are read from Flask, Django and Falcon (`route`).
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any
 
 import otel_infer.tracing  # noqa: F401  (loads OpenTelemetry's API, see `config.propagators`)
 from otel_infer.instrumentation.hooks.instrumentor import Instrumentor
-from otel_infer.instrumentation.hooks.probe import Hook, WrapperFactory
+from otel_infer.instrumentation.hooks.probe import Hook
+from otel_infer.instrumentation.http_server.app_attribute import patch_app_attribute
 from otel_infer.instrumentation.wsgi import route
 from otel_infer.instrumentation.wsgi.exchange import App, Environ, WsgiExchange, begin_exchange
 from otel_infer.instrumentation.wsgi.response_body import wrap_body
-from otel_infer.tracing.context import detach
 
 MODULES = (
     "werkzeug.serving",
@@ -54,38 +54,17 @@ def _wrap_app(app: App, hook: Hook) -> App:
 
 def _call_app(app: App, exchange: WsgiExchange, environ: Environ, start_response: Callable[..., Any]) -> Any:
     """Calls the application in the context of its request. The request ends with the returned body."""
-    token = exchange.attach()
     try:
-        body = exchange.call_in_thread(app, environ, exchange.follow_start(start_response))
+        body = exchange.call(app, environ, exchange.follow_start(start_response))
     except BaseException as exc:
         exchange.end(exc)
         raise
-    finally:
-        if token is not None:
-            detach(token)
     return wrap_body(body, exchange, environ)
 
 
-def _patch_app_attribute(attribute: str, workers: tuple[str, ...] = ()) -> WrapperFactory:
-    """Returns a wrapper factory that wraps the application held in `self.<attribute>` after the call.
-
-    `workers`: modules, one of which must define a base class of `self`; empty = any.
-    """
-
-    def make_wrapper(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
-        def call_and_wrap_app(self: Any, *args: Any, **kwargs: Any) -> Any:
-            result = original(self, *args, **kwargs)
-            try:
-                bases = {base.__module__ for base in type(self).__mro__}
-                if hook.alive and (not workers or bases.intersection(workers)):
-                    setattr(self, attribute, _wrap_app(getattr(self, attribute), hook))
-            except BaseException as exc:
-                hook.mark_failed(exc)
-            return result
-
-        return call_and_wrap_app
-
-    return make_wrapper
+def _is_wsgi_worker(worker: Any) -> bool:
+    """Returns whether a worker of gunicorn calls a WSGI application."""
+    return any(base.__module__ in _WSGI_WORKERS for base in type(worker).__mro__)
 
 
 for _part, _target, _attribute in (
@@ -94,8 +73,8 @@ for _part, _target, _attribute in (
     ("wsgiref", "wsgiref.simple_server:WSGIServer.set_app", "application"),
     ("gevent", "gevent.pywsgi:WSGIServer.__init__", "application"),
 ):
-    instrumentor.patch_hot_path(_target, part=_part)(_patch_app_attribute(_attribute))
+    instrumentor.patch_hot_path(_target, part=_part)(patch_app_attribute(_attribute, _wrap_app))
 instrumentor.patch_hot_path("gunicorn.workers.base:Worker.load_wsgi", part="gunicorn")(
-    _patch_app_attribute("wsgi", _WSGI_WORKERS)
+    patch_app_attribute("wsgi", _wrap_app, _is_wsgi_worker)
 )
 route.register_hooks(instrumentor)

@@ -21,6 +21,7 @@ from otel_infer.instrumentation.http_server.socket_wait import record_socket_wai
 from otel_infer.ringbuffer import events
 from otel_infer.ringbuffer.recorder import recorder
 from otel_infer.tracing import caller, request_span
+from otel_infer.tracing.context import detach
 from otel_infer.tracing.deferred_request import DeferredRequest
 
 Environ = dict[str, Any]
@@ -62,21 +63,20 @@ class WsgiExchange:
     """
 
     __slots__ = (
-        "_deferred", "_ended", "_hook", "arrived_at", "completed_at", "environ", "error", "is_counted_elsewhere",
-        "request", "responded_at", "route", "status",
+        "_deferred", "_ended", "_hook", "arrived_at", "completed_at", "environ", "is_counted_elsewhere", "request",
+        "route", "status",
     )  # fmt: skip
 
     def __init__(self, environ: Environ, hook: Hook) -> None:
         self.arrived_at = _clock.now()
         self.environ, self._hook = environ, hook
         self.request: request_span.RequestSpan | None = None
-        self.status = self.completed_at = self.responded_at = 0
+        self.status = self.completed_at = 0
         self.route = ""
-        self.error: BaseException | None = None
         self.is_counted_elsewhere = self._ended = False
         self._deferred: DeferredRequest | None = None
         if environ.get("REQUEST_METHOD") in _UNTRACED_METHODS or any(name in sys.modules for name in _OTHERS):
-            self._deferred = DeferredRequest(self.open_request)
+            self._deferred = DeferredRequest(self._open_deferred)
         else:
             self.open_request()
 
@@ -99,7 +99,19 @@ class WsgiExchange:
             caller.record_caller(request, headers, environ.get("PATH_INFO", ""))
         return request
 
-    def attach(self) -> Any:
+    def call(self, function: Callable[..., Any], /, *args: Any) -> Any:
+        """Calls a function of the application in the context of its request.
+
+        While it runs, the sidecar finds this thread if the request is late.
+        """
+        token = self._attach()
+        try:
+            return function(*args) if self.request is None else self.request.call_in_thread(function, *args)
+        finally:
+            if token is not None:
+                detach(token)
+
+    def _attach(self) -> Any:
         """Makes the request current; returns a context token, or None."""
         try:
             if self.request is not None:
@@ -109,9 +121,13 @@ class WsgiExchange:
             self._hook.count_failure(exc)
             return None
 
-    def call_in_thread(self, call: Callable[..., Any], /, *args: Any) -> Any:
-        """Calls a function of the application. While it runs, the sidecar finds this thread if the request is late."""
-        return call(*args) if self.request is None else self.request.call_in_thread(call, *args)
+    def _open_deferred(self) -> request_span.RequestSpan | None:
+        """Opens a deferred request. The code that needs it gets no exception of ours."""
+        try:
+            return self.open_request()
+        except BaseException as exc:
+            self._hook.count_failure(exc)
+            return None
 
     # ── the response ─────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -136,12 +152,18 @@ class WsgiExchange:
 
     def record_chunk(self, chunk: Any, at: int) -> None:
         """Records a chunk of the response, which the server is about to send."""
+        try:
+            self._record_chunk(chunk, at)
+        except BaseException as exc:
+            self._hook.count_failure(exc)
+
+    def _record_chunk(self, chunk: Any, at: int) -> None:
         request = self.request
         if request is None or not chunk:
             return
         request.chunks += 1
         if not request.responding:
-            request.responding, self.responded_at = True, at
+            request.responding = True
             request.record_event(events.make_tuple(events.ResponseStarted, (at,)))
         if request.tokens_reached and not request.first_token_sent:
             request.first_token_sent = True
@@ -155,6 +177,8 @@ class WsgiExchange:
             return
         self._ended = True
         self.environ.pop(ENVIRON_KEY, None)
+        if self._deferred is not None:
+            self._deferred.discard()
         try:
             if self.request is not None:
                 self._close_request(self.request, exc)
@@ -173,16 +197,12 @@ class WsgiExchange:
 
     def _determine_outcome(self, exc: BaseException | None) -> tuple[int, str]:
         """Returns outcome and error type, and sets a missing status."""
-        if exc is None and self.error is None and self.status and not self.completed_at:
+        if exc is None and self.status and not self.completed_at:
             return events.ABORTED, events.CLIENT_DISCONNECT  # the server stopped reading the body
         if isinstance(exc, GeneratorExit):
             return events.ABORTED, events.CLIENT_DISCONNECT
-        sent_status, self.status = (
-            self.status,
-            self.status or 500,
-        )  # servers send 500 if the application sent nothing
-        if exc is None and self.status >= 500:
-            exc = self.error
+        sent_status = self.status
+        self.status = sent_status or 500  # servers send 500 if the application sent nothing
         return determine_outcome(exc, sent_status, bool(self.completed_at))
 
     def _record_without_span(self, exc: BaseException | None) -> None:

@@ -7,7 +7,6 @@ from typing import Any
 
 from otel_infer import _clock
 from otel_infer.instrumentation.wsgi.exchange import Environ, WsgiExchange
-from otel_infer.tracing.context import detach
 
 
 def wrap_body(body: Any, exchange: WsgiExchange, environ: Environ) -> Any:
@@ -41,11 +40,10 @@ class ResponseBody:
         exchange, request = self._exchange, self._exchange.request
         if self._yielded_at and request is not None:
             request.send_wait_ns += _clock.now() - self._yielded_at
-        token = exchange.attach()
         try:
             if self._chunks is None:
-                self._chunks = iter(self._body)
-            chunk = exchange.call_in_thread(next, self._chunks)
+                self._chunks = exchange.call(iter, self._body)
+            chunk = exchange.call(next, self._chunks)
         except StopIteration:
             exchange.completed_at = _clock.now()
             exchange.end()
@@ -53,9 +51,6 @@ class ResponseBody:
         except BaseException as exc:
             exchange.end(exc)
             raise
-        finally:
-            if token is not None:
-                detach(token)
         self._yielded_at = _clock.now()
         exchange.record_chunk(chunk, self._yielded_at)
         return chunk

@@ -1,4 +1,7 @@
-"""Reads the route template of a request from the framework that found it: Flask, Django, Falcon, Bottle."""
+"""Reads the route template of a request from the framework that found it: Flask, Django, Falcon.
+
+The path under which an application is mounted is no part of it, because a proxy's header may state that path.
+"""
 
 from __future__ import annotations
 
@@ -48,13 +51,7 @@ def _set_route(environ: Any, template: Any) -> None:
 def _note_flask_route(result: Any, context: Any) -> None:
     rule = context.request.url_rule
     if rule is not None:
-        _set_route(context.request.environ, _get_mount_path(context.request) + rule.rule)
-
-
-def _get_mount_path(request: Any) -> str:
-    """Returns the path under which the application is mounted."""
-    prefix = request.environ.get("SCRIPT_NAME", "")
-    return prefix if isinstance(prefix, str) else ""
+        _set_route(context.request.environ, rule.rule)
 
 
 def _note_django_route(match: Any, handler: Any, request: Any) -> None:

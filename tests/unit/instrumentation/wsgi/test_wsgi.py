@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import sys
 import threading
 import urllib.error
@@ -234,6 +235,20 @@ def test_span_of_another_instrumentation_is_the_parent(
     context = spans[0].get_span_context()
     expected = [(context.trace_id.to_bytes(16, "big"), context.span_id.to_bytes(8, "big"))]
     assert parents == (expected if reaches_model else [])
+
+
+def test_work_after_a_deferred_request_opens_no_request_of_it(recording: Recording) -> None:
+    """A thread that outlives its request may reach a model later."""
+    contexts: list[contextvars.Context] = []
+
+    def answer(environ: Environ, start_response: Callable[..., Any]) -> Iterable[bytes]:
+        contexts.append(contextvars.copy_context())
+        start_response("200 OK", [])
+        return [b"ok"]
+
+    call(answer, make_environ("GET"))
+    assert contexts[0].run(start.current_request) is None
+    assert recording.records() == []
 
 
 # ── a server ─────────────────────────────────────────────────────────────────────────────────────────────────────
