@@ -112,8 +112,9 @@ def draw_slow_end(rng: random.Random, server: Server) -> Case:
 
 
 def draw_slow_reader(rng: random.Random, server: Server) -> Case:
-    requests = [replace(request, padding=100_000) for request in draw_usual(rng, server)]
-    return Case(change_some(rng, requests, rng.uniform(0.15, 0.3), reads_kb_s=rng.uniform(500, 1500)))
+    """Answers of 8 MB, because the kernel takes up to 4 MB of an answer from the server (`net.ipv4.tcp_wmem`)."""
+    requests = [replace(request, padding=8_000_000 // request.tokens) for request in draw_usual(rng, server)]
+    return Case(change_some(rng, requests, rng.uniform(0.15, 0.3), reads_kb_s=rng.uniform(2000, 6000)))
 
 
 def draw_slow_database(rng: random.Random, server: Server) -> Case:

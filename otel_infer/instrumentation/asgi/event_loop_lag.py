@@ -131,3 +131,14 @@ def watch_event_loop(entry_point: AsgiEntryPoint | None = None) -> None:
     if timer is not None and entry_point is not None:
         timer.entry_points.add(entry_point)
         entry_point.is_watched = True
+
+
+def record_blocked_loop(began_at: int) -> None:
+    """Records that a call on the loop of this thread has blocked it since `began_at` (monotonic ns), until now.
+
+    The timer would record only what is left after it was due.
+    """
+    timer, now = _thread_timer.timer, _clock.now()
+    if timer is not None and now - began_at > MIN_LAG_NS and asyncio._get_running_loop() is timer.loop:
+        recorder.record_pause(events.PAUSE_EVENT_LOOP, min(began_at, timer.due_at), now)
+        timer.due_at = now

@@ -24,6 +24,7 @@ from typing import Any
 
 from otel_infer import _clock
 from otel_infer.gpu.timing import UNTIMED
+from otel_infer.instrumentation.asgi.event_loop_lag import record_blocked_loop
 from otel_infer.instrumentation.hooks.compiled_hook import compile_hook
 from otel_infer.instrumentation.hooks.engines import read_model_name
 from otel_infer.instrumentation.hooks.probe import Call, Hook
@@ -106,6 +107,7 @@ def trace_generate(call: Call) -> Generator[None, Any, None]:
     finally:
         # A run refers to itself, so only the garbage collector frees it. Device memory must not wait for it.
         run.cache = None
+        record_blocked_loop(run.began_at)
         if run.writer is not None:
             record_thread_run(run.writer, ENGINE)
             recorder.release_batch_writer(ENGINE, run.writer)

@@ -71,6 +71,33 @@ def test_late_timer_is_a_pause_from_its_deadline(loop: Loop, pauses: list[Any]) 
     assert pauses == [("event_loop", 1_050 * MS, 1_200 * MS)]
 
 
+def test_call_that_blocks_its_loop_is_a_pause_from_its_begin(loop: Loop, pauses: list[Any]) -> None:
+    event_loop_lag.watch_event_loop()
+    began_at, loop.now = loop.now + 10 * MS, loop.now + 140 * MS
+    event_loop_lag.record_blocked_loop(began_at)
+    loop.run_next_timer(late_ms=92)
+    assert pauses == [("event_loop", 1_010 * MS, 1_140 * MS)]  # the timer does not record it again
+
+
+def test_call_that_blocks_a_late_loop_is_a_pause_from_the_deadline_of_the_timer(
+    loop: Loop, pauses: list[Any]
+) -> None:
+    event_loop_lag.watch_event_loop()
+    began_at, loop.now = loop.now + 80 * MS, loop.now + 140 * MS
+    event_loop_lag.record_blocked_loop(began_at)
+    assert pauses == [("event_loop", 1_050 * MS, 1_140 * MS)]
+
+
+def test_call_on_another_thread_than_a_loop_blocks_none(
+    loop: Loop, pauses: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    event_loop_lag.watch_event_loop()
+    monkeypatch.setattr(asyncio, "_get_running_loop", lambda: None)
+    loop.now += 140 * MS
+    event_loop_lag.record_blocked_loop(loop.now - 100 * MS)
+    assert pauses == []
+
+
 def test_punctual_loop_records_nothing_and_rearms_the_timer(loop: Loop, pauses: list[Any]) -> None:
     event_loop_lag.watch_event_loop()
     for _ in range(5):
