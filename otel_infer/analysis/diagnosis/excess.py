@@ -256,7 +256,9 @@ def _move_by_phase(
         move(application - before, OWN_WORK, semconv.SYMPTOM_LATE_END)
     loop = all_causes.get(semconv.CAUSE_EVENT_LOOP, 0)
     if loop:
-        before = min(loop_delay_before_token(record), loop)
+        # The loop that read the request late is the loop that sends its answer late.
+        unread = all_causes.get(semconv.CAUSE_SOCKET_QUEUE, 0)
+        before = min(loop_delay_before_token(record) + unread, loop)
         move(before, OWN_WORK, semconv.SYMPTOM_PRE_ENGINE)
         # The engine continues while the loop is late, so this delay is part of the time of its steps.
         move(loop - before, OWN_WORK, semconv.SYMPTOM_LATE_END)

@@ -174,11 +174,11 @@ def app_time_before_token(record: RequestRecord) -> int:
 
 
 def loop_delay_before_token(record: RequestRecord) -> int:
-    """Returns the ns of `event_loop` before the first token."""
+    """Returns the ns of `event_loop` from the call of the application to the first token."""
+    accept = record.find_stage(semconv.SPAN_ACCEPT)
+    called_at = accept.ended_at if accept is not None else record.arrived_at
     before = sum(
-        _measure_delays(
-            record, record.loop_pauses, record.arrived_at, record.arrived_at + ttft_or_duration(record)
-        )
+        _measure_delays(record, record.loop_pauses, called_at, record.arrived_at + ttft_or_duration(record))
     )
     return min(before, sum_cause_time(record, semconv.CAUSE_EVENT_LOOP))
 

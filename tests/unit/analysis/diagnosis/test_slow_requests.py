@@ -14,7 +14,7 @@ from otel_infer.analysis.diagnosis.slow_requests import (
     select_slowest,
     sum_cause_time,
 )
-from otel_infer.assembly.records.request import RequestRecord
+from otel_infer.assembly.records.request import RequestRecord, Stage
 from tests.support.story import RequestHandle, Story
 
 MS = 1_000_000
@@ -46,6 +46,12 @@ def test_loop_delay_is_split_at_the_first_token() -> None:
     record = served((20, 60, "event_loop"), (105, 150, "event_loop"), (160, 185, "event_loop"))
     assert loop_delay_before_token(record) == 40 * MS
     assert loop_delays_while_streaming(record) == [40 * MS, 25 * MS]
+
+
+def test_loop_delay_while_the_request_is_in_its_socket_is_not_counted_twice() -> None:
+    record = served((20, 60, "event_loop"))
+    record.stages = (Stage("accept", record.arrived_at, record.arrived_at + 50 * MS, 0), *record.stages)
+    assert loop_delay_before_token(record) == 10 * MS
 
 
 def test_process_pauses_are_not_loop_delays() -> None:
