@@ -156,7 +156,7 @@ def _choose_verdict(
     if uncovered > max(largest, _NOTICEABLE_UNEXPLAINED_SHARE if is_noticeable else MAX_UNEXPLAINED_SHARE):
         note = _describe_uncovered([served[row] for row in time.slow], uncovered, weighed)
         return Diagnosis(INSUFFICIENT, len(served), [], cause_shares, note, weighed)
-    did_more_work = by_excess and measure(OWN_WORK) > _MAIN_SHARE and largest < EXCESS_SHARE
+    did_more_work = by_excess and measure(OWN_WORK) > largest and largest < EXCESS_SHARE
     if uncovered > largest or did_more_work:
         weighted = []  # each has less time than a small rest that is not covered, or than more work of their own
     if weighted:
