@@ -20,7 +20,7 @@ SOURCES = (
     "otel_infer/ringbuffer/_native.c",
     "otel_infer/sidecar/probes/stalls/_stall_watch.c",
     "otel_infer/instrumentation/asgi/_exchange.c",
-    "otel_infer/instrumentation/asgi/_event_loop_lag.c",
+    "otel_infer/instrumentation/http_server/_event_loop_lag.c",
     "otel_infer/instrumentation/asgi/_socket_wait.c",
     "otel_infer/instrumentation/hooks/_context_hooks.c",
     "otel_infer/instrumentation/torch/_forward.c",

@@ -35,6 +35,7 @@ from otel_infer.ringbuffer.recorder import SERVER, recorder
 from otel_infer.ringbuffer.stack_signal import stack_signal
 from otel_infer.sidecar import launcher
 from otel_infer.tracing import process_start, request_span, start
+from otel_infer.tracing.deferred_request import DeferredRequest
 from otel_infer.tracing.fork_family import ForkFamily
 from otel_infer.tracing.sampler import create_span_factory
 from otel_infer.tracing.user_mistakes import count_mistakes, report_mistake
@@ -313,8 +314,10 @@ class _Installation:
         self._start_recorder = process_start.ProcessStartRecorder(self._start_recorder.family)
         self._sidecars.reset_after_fork()
         self.reader = self._exit_finalizer = None
-        request = start.current_request()
-        if request is not None:
+        request = start.find_request()
+        if isinstance(request, DeferredRequest):
+            request.discard()
+        elif request is not None:
             # The parent process records the rest of this request; this process opens requests separately.
             request.ended = request.is_forked = True
 

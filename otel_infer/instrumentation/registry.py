@@ -19,6 +19,9 @@ ENTRY_POINT_GROUP = "otel_infer_instrumentor"
 BUILTIN = {
     "asgi": "asgi",
     "wsgi": "wsgi",
+    "aiohttp": "aiohttp",
+    "tornado": "tornado",
+    "sanic": "sanic",
     "threading": "threading",
     "waits": "waits",
     "signals": "signals",

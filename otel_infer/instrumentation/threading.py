@@ -22,6 +22,7 @@ from otel_infer.instrumentation.hooks.suppression import torch_suppressed
 from otel_infer.instrumentation.hooks.thread_context import ThreadContext
 from otel_infer.instrumentation.waits import PooledCall
 from otel_infer.tracing import start
+from otel_infer.tracing.request_span import RequestSpan
 
 POOL_MODULES = ("concurrent.futures.thread", "anyio._backends._asyncio", "multiprocessing.pool")
 """Modules that define the class or the target function of pool worker threads."""
@@ -34,14 +35,15 @@ def start_with_context(original: Callable[..., Any], hook: Hook) -> Callable[...
     def start_with_context(self: Any) -> Any:
         if hook.alive:
             try:
-                request = start.current_request()
+                request = start.find_request()
                 target = getattr(self, "_target", None)
                 is_pool_worker = (
                     type(self).__module__ in POOL_MODULES
                     or getattr(target, "__module__", None) in POOL_MODULES
                 )
                 if not is_pool_worker and (request is not None or torch_suppressed.get()):
-                    thread_context, has_own_run = ThreadContext(request, starts=True), "run" in vars(self)
+                    opened = request if isinstance(request, RequestSpan) else None
+                    thread_context, has_own_run = ThreadContext(opened, starts=True), "run" in vars(self)
                     self.run = partial(_run_in_context, self, has_own_run, self.run, thread_context)
             except Exception as exc:
                 hook.mark_failed(exc)
@@ -72,10 +74,10 @@ def _is_interpreter_pool(pool: Any) -> bool:
 @instrumentor.patch_hot_path("concurrent.futures.thread:ThreadPoolExecutor.submit", part="pools")
 def submit_with_context(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     def submit_with_context(self: Any, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        request = start.current_request() if hook.alive else None
+        request = start.find_request() if hook.alive else None
         propagates = request is not None or (hook.alive and torch_suppressed.get())
         if propagates and not _is_interpreter_pool(self):
-            run: Callable[..., Any] = ThreadContext(request).run
+            run: Callable[..., Any] = ThreadContext(None).run
             if request is not None:
                 run = PooledCall(request, getattr(self, "_max_workers", 0), run)
             return original(self, run, fn, *args, **kwargs)

@@ -20,6 +20,7 @@ from otel_infer.instrumentation.hooks.instrumentor import Instrumentor
 from otel_infer.instrumentation.hooks.probe import Hook, WrapperFactory
 from otel_infer.ringbuffer import events
 from otel_infer.tracing import start
+from otel_infer.tracing.deferred_request import DeferredRequest
 from otel_infer.tracing.request_span import RequestSpan
 
 MIN_WAIT_NS = 5_000_000
@@ -27,16 +28,18 @@ _LIBRARY_MODULES = frozenset(
     ("threading", "queue", "concurrent.futures._base", "concurrent.futures.thread", "multiprocessing.pool")
 )
 
+Request = RequestSpan | DeferredRequest
+
 instrumentor = Instrumentor("waits", "python", ("threading",))
 
 
-def find_waiting_request() -> RequestSpan | None:
+def find_waiting_request() -> Request | None:
     """Returns the current request if it has no token yet; None otherwise."""
-    request = start.current_request()
+    request = start.find_request()
     return request if request is not None and _has_no_token(request) else None
 
 
-def _has_no_token(request: RequestSpan) -> bool:
+def _has_no_token(request: Request) -> bool:
     return not (request.tokens_reached or request.responding)
 
 
@@ -45,7 +48,7 @@ class PooledCall:
 
     __slots__ = ("_call", "_request", "_size", "_submitted_at")
 
-    def __init__(self, request: RequestSpan, size: int, call: Callable[..., Any]) -> None:
+    def __init__(self, request: Request, size: int, call: Callable[..., Any]) -> None:
         self._request, self._size, self._call = request, size, call
         self._submitted_at = _clock.now() if _has_no_token(request) else 0
 
@@ -55,7 +58,7 @@ class PooledCall:
         return self._request.call_in_thread(self._call, *args, **kwargs)
 
 
-def _record_wait(request: RequestSpan, stage: str, began_at: int, items: int) -> None:
+def _record_wait(request: Request, stage: str, began_at: int, items: int) -> None:
     now = _clock.now()
     if now - began_at >= MIN_WAIT_NS and not request.ended:
         request.record_event(events.StageEnded(now, began_at, stage, items))
@@ -66,7 +69,7 @@ def _patch_run_sync(original: Callable[..., Any], hook: Hook) -> Callable[..., A
     def run_sync(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if hook.alive:
             try:
-                request = start.current_request()
+                request = start.find_request()
                 if request is not None:
                     func = PooledCall(request, _count_tokens(kwargs.get("limiter")), func)
             except Exception as exc:
@@ -92,7 +95,7 @@ def _patch_coroutine(kind: str, is_free: Callable[[Any], bool]) -> WrapperFactor
     number = events.WAIT_KINDS.index(kind) + 1
 
     def make_wrapper(original: Callable[..., Awaitable[Any]], hook: Hook) -> Callable[..., Awaitable[Any]]:
-        async def wait_and_record(self: Any, request: RequestSpan) -> Any:
+        async def wait_and_record(self: Any, request: Request) -> Any:
             began_at = _clock.now()
             try:
                 return await original(self)
@@ -128,7 +131,7 @@ def _patch_blocking(kind: str, is_free: Callable[[Any], bool]) -> WrapperFactory
     return make_wrapper
 
 
-def _find_request_that_waits(lock: Any, is_free: Callable[[Any], bool], hook: Hook) -> RequestSpan | None:
+def _find_request_that_waits(lock: Any, is_free: Callable[[Any], bool], hook: Hook) -> Request | None:
     """Returns the current request if it has to wait for the lock; None otherwise. Never raises, whatever the lock is."""
     try:
         return find_waiting_request() if hook.alive and not is_free(lock) else None

@@ -29,11 +29,19 @@ from otel_infer.tracing.span_ids import RemoteParent
 
 
 def current_request() -> RequestSpan | None:
-    """Returns the current request; None if there is none or it has ended."""
+    """Returns the current request, which is opened now if it is deferred; None if there is none or it has ended."""
     request = context.current_context().get(REQUEST_KEY)
     if type(request) is DeferredRequest:
         request = request.open()
     return request if isinstance(request, RequestSpan) and not request.ended else None
+
+
+def find_request() -> RequestSpan | DeferredRequest | None:
+    """Returns the current request, and does not open a deferred one; None if there is none or it has ended."""
+    request = context.current_context().get(REQUEST_KEY)
+    if type(request) is DeferredRequest:
+        request = request.opened or request
+    return request if isinstance(request, (RequestSpan, DeferredRequest)) and not request.ended else None
 
 
 def _find_finished_request() -> RequestSpan | None:

@@ -13,7 +13,7 @@ The request is normally opened on arrival, so that it includes the middleware. I
 instrumentation may start a SERVER span further in. Then it is opened where that span is current, as its
 child.
 
-A request whose method infers nothing has no span. It is counted, once there are rings.
+A request whose method usually infers nothing has no span, unless it reaches a model. It is counted, once there are rings.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from collections.abc import Awaitable
 from typing import Any
 
 import otel_infer.tracing  # noqa: F401  (loads OpenTelemetry's API, see `config.propagators`)
-from otel_infer.instrumentation.asgi import event_loop_lag, response_headers, server_connection
+from otel_infer.instrumentation.asgi import response_headers, server_connection
 from otel_infer.instrumentation.asgi.entry_point import AsgiEntryPoint
 from otel_infer.instrumentation.asgi.exchange import SCOPE_KEY, App, Exchange, Receive
 from otel_infer.instrumentation.asgi.exchange_state import Scope, Send
@@ -39,6 +39,7 @@ from otel_infer.instrumentation.asgi.plain_requests import (
 from otel_infer.instrumentation.asgi.untraced_exchange import UntracedExchange
 from otel_infer.instrumentation.hooks.instrumentor import Instrumentor
 from otel_infer.instrumentation.hooks.probe import Hook
+from otel_infer.instrumentation.http_server import event_loop_lag
 from otel_infer.instrumentation.http_server.app_attribute import patch_app_attribute
 from otel_infer.instrumentation.http_server.parent_context import (
     detach_all,
@@ -50,7 +51,13 @@ from otel_infer.ringbuffer import events
 from otel_infer.ringbuffer.recorder import recorder
 from otel_infer.tracing import request_span
 
-MODULES = ("starlette.applications", "fastapi.routing", "uvicorn.config", "hypercorn.app_wrappers")
+MODULES = (
+    "starlette.applications",
+    "fastapi.routing",
+    "litestar.routes.http",
+    "uvicorn.config",
+    "hypercorn.app_wrappers",
+)
 ASGI_PARAMETERS = ("scope", "receive", "send")
 _UNTRACED_METHODS = frozenset(events.UNTRACED_METHODS)
 
@@ -128,13 +135,10 @@ def _begin_exchange(
             return None
         if not hook.alive or not recorder.active or request_span.span_factory is None:
             return None
-        is_untraced = scope.get("method") in _UNTRACED_METHODS
-        if is_untraced and recorder.requests is None:
-            return None
         if _excluded and _is_excluded(scope):
             scope[SCOPE_KEY] = None
             return None
-        if is_untraced:
+        if scope.get("method") in _UNTRACED_METHODS:
             scope[SCOPE_KEY] = untraced = UntracedExchange(scope, receive, send, hook)
             return untraced
         exchange = Exchange(scope, receive, send, hook, entry_point)
@@ -269,6 +273,7 @@ for _target, _patch, _part in (
     ("starlette.routing:Route.handle", _patch_route, "starlette"),
     ("starlette.routing:Mount.handle", _patch_mount, "starlette"),
     ("fastapi.routing:APIRoute.handle", _patch_included_route, "fastapi"),
+    ("litestar.routes.http:HTTPRoute.handle", _patch_route, "litestar"),
 ):
     instrumentor.patch_hot_path(_target, reads=ASGI_PARAMETERS, optional=True, part=_part)(_patch)
 

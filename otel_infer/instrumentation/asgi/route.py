@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from otel_infer.instrumentation.http_server.method import encode_method, to_known_names
+
+
+class RouteTemplate(NamedTuple):
+    """The template of a route of a framework whose routes have no `path_format`."""
+
+    path_format: str
 
 
 def encode_method_and_route(

@@ -18,6 +18,7 @@ from otel_infer.instrumentation.hooks.instrumentor import Instrumentor
 from otel_infer.instrumentation.hooks.probe import Hook, WrapperFactory
 from otel_infer.ringbuffer.native import native
 from otel_infer.tracing import start
+from otel_infer.tracing.request_span import RequestSpan
 
 _HTTP = "uvicorn.protocols.http"
 H11, HTTPTOOLS, FLOW_CONTROL = f"{_HTTP}.h11_impl", f"{_HTTP}.httptools_impl", f"{_HTTP}.flow_control"
@@ -150,8 +151,8 @@ def _wrap_send_closed(original: Callable[..., Awaitable[Any]], hook: Hook) -> Ca
 
 def _wrap_drain(original: Callable[..., Awaitable[Any]], hook: Hook) -> Callable[..., Awaitable[Any]]:
     async def drain(self: Any) -> Any:
-        request = start.current_request() if hook.alive else None
-        if request is None or not request.sends_directly:
+        request = start.find_request() if hook.alive else None
+        if not isinstance(request, RequestSpan) or not request.sends_directly:
             return await original(self)
         began_at = _clock.now()
         try:
@@ -168,8 +169,8 @@ def _wrap_pause_writing(original: Callable[..., Any], hook: Hook) -> Callable[..
     def pause_writing(self: Any) -> Any:
         if hook.alive:
             try:
-                request = start.current_request()
-                if request is not None and request.sends_directly:
+                request = start.find_request()
+                if isinstance(request, RequestSpan) and request.sends_directly:
                     self.otel_infer_paused = request, _clock.now()
             except Exception as exc:
                 hook.count_failure(exc)

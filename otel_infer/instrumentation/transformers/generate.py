@@ -24,12 +24,12 @@ from typing import Any
 
 from otel_infer import _clock
 from otel_infer.gpu.timing import UNTIMED
-from otel_infer.instrumentation.asgi.event_loop_lag import record_blocked_loop
 from otel_infer.instrumentation.hooks.compiled_hook import compile_hook
 from otel_infer.instrumentation.hooks.engines import read_model_name
 from otel_infer.instrumentation.hooks.probe import Call, Hook
 from otel_infer.instrumentation.hooks.suppression import suppress_torch
 from otel_infer.instrumentation.hooks.thread_counters import begin_thread_run, record_thread_run
+from otel_infer.instrumentation.http_server.event_loop_lag import record_blocked_loop
 from otel_infer.instrumentation.transformers import generation_run
 from otel_infer.instrumentation.transformers._instrumentor import (
     ENGINE,

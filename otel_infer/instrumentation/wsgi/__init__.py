@@ -26,7 +26,7 @@ MODULES = (
     "wsgiref.simple_server",
     "gevent.pywsgi",
     "flask",
-    "django.core.wsgi",
+    "django.core.handlers.base",
 )
 _WSGI_WORKERS = ("gunicorn.workers.sync", "gunicorn.workers.gthread", "gunicorn.workers.base_async")
 """Modules of gunicorn's workers that call a WSGI application. Other workers load an ASGI application by the same method."""

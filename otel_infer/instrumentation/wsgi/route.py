@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from otel_infer.instrumentation.asgi.exchange import SCOPE_KEY
+from otel_infer.instrumentation.asgi.route import RouteTemplate
 from otel_infer.instrumentation.hooks.instrumentor import Instrumentor
 from otel_infer.instrumentation.hooks.probe import Hook
 from otel_infer.instrumentation.wsgi.exchange import ENVIRON_KEY
@@ -55,6 +57,10 @@ def _note_flask_route(result: Any, context: Any) -> None:
 
 
 def _note_django_route(match: Any, handler: Any, request: Any) -> None:
+    scope = getattr(request, "scope", None)
+    exchange = scope.get(SCOPE_KEY) if isinstance(scope, dict) else None
+    if exchange is not None:  # an ASGI server received it
+        exchange.route = RouteTemplate(f"/{match.route}")
     _set_route(getattr(request, "environ", None), match.route)
 
 

@@ -214,19 +214,8 @@ async def test_request_lasts_from_arrival_to_last_byte(watched: Watched) -> None
     assert asgi.SCOPE_KEY not in client.scope
 
 
-@pytest.mark.parametrize(
-    "scope",
-    [
-        {"method": "GET"},
-        {"method": "HEAD"},
-        {"method": "OPTIONS"},
-        {"method": "DELETE"},
-        {"type": "websocket"},
-    ],
-    ids=lambda scope: next(iter(scope.values())),
-)
-async def test_non_inference_requests_are_passed_through(watched: Watched, scope: Message) -> None:
-    client = Client(**scope)
+async def test_a_websocket_is_passed_through(watched: Watched) -> None:
+    client = Client(type="websocket")
     given: list[Any] = []
 
     async def app(*args: Any) -> str:
@@ -238,16 +227,22 @@ async def test_non_inference_requests_are_passed_through(watched: Watched, scope
     assert watched.requests == []
 
 
-@pytest.mark.parametrize("scope", [{"method": "GET"}, {"type": "websocket"}])
-async def test_passed_through_request_may_open_a_manual_request(watched: Watched, scope: Message) -> None:
-    async def app(*args: Any) -> None:
-        with otel_infer.stage("before"):
-            pass
-        with otel_infer.request("search"), otel_infer.stage("rerank"):
-            pass
+async def search_by_hand(*args: Any) -> None:
+    with otel_infer.stage("before"):
+        pass
+    with otel_infer.request("search"), otel_infer.stage("rerank"):
+        pass
 
-    await Client(**scope).ask(asgi.wrap(app))
+
+async def test_a_websocket_may_open_a_manual_request(watched: Watched) -> None:
+    await Client(type="websocket").ask(asgi.wrap(search_by_hand))
     assert [stage.stage for stage in watched.one.every(events.StageEnded)] == ["rerank"]
+
+
+async def test_a_get_with_a_stage_has_a_span(watched: Watched) -> None:
+    await Client(method="GET").ask(asgi.wrap(search_by_hand))
+    assert [stage.stage for stage in watched.one.every(events.StageEnded)] == ["before", "rerank"]
+    assert watched.one.attributes[semconv.HTTP_REQUEST_METHOD] == "GET"
 
 
 async def test_nothing_is_recorded_while_the_recorder_is_stopped(watched: Watched) -> None:
@@ -331,6 +326,51 @@ async def test_a_request_without_a_span_is_counted(watched: Watched, method: str
     assert client.sent == [start(404), chunk(b"a"), LAST]
     assert asgi.SCOPE_KEY not in client.scope
     assert len(watched.requests) == 1 and b"canary" not in watched.bytes
+
+
+def reaching_a_model(app: Any, in_thread: bool = False) -> Any:
+    """An application that calls a model, perhaps in a thread, and then does what `app` does."""
+
+    async def reach_model(scope: Any, receive: Any, send: Any) -> None:
+        if in_thread:
+            await asyncio.to_thread(ingress.current_request)
+        else:
+            ingress.current_request()
+        await app(scope, receive, send)
+
+    return reach_model
+
+
+@pytest.mark.parametrize("in_thread", [False, True])
+async def test_a_get_that_reaches_a_model_has_a_span_from_its_arrival(
+    watched: Watched, in_thread: bool
+) -> None:
+    client = Client(method="GET", path="/items/7", headers=[TRACEPARENT])
+    before = _clock.now()
+    await run_request(reaching_a_model(sending(START, chunk(b"a"), LAST), in_thread), client)
+    seen = watched.one
+    assert seen.verdict == (events.OK, "", 200)
+    assert seen.attributes[semconv.HTTP_REQUEST_METHOD] == "GET"
+    assert before <= seen.arrived.at <= seen.ended.at and seen.ended.chunks == 1
+    assert seen.arrived.trace_id.hex() == TRACE_ID
+    assert watched.untraced == [] and asgi.SCOPE_KEY not in client.scope
+    assert client.sent == [START, chunk(b"a"), LAST]
+
+
+async def test_a_get_that_reaches_a_model_and_raises_is_an_error(watched: Watched) -> None:
+    app = reaching_a_model(raising(KeyError("canary")))
+    assert isinstance(await run_request(app, Client(method="GET")), KeyError)
+    assert watched.one.verdict == (events.ERROR, "KeyError", 500)
+
+
+async def test_a_wait_does_not_give_a_get_a_span(watched: Watched) -> None:
+    async def look_only(scope: Any, receive: Any, send: Any) -> None:
+        assert ingress.find_request() is not None
+        await asyncio.to_thread(ingress.find_request)
+        await sending(START, LAST)(scope, receive, send)
+
+    await served_by(look_only, Client(method="GET"))
+    assert len(watched.untraced) == 1 and len(watched.requests) == 1
 
 
 async def test_a_request_without_a_span_creates_no_rings(watched: Watched) -> None:

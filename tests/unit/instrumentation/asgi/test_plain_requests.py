@@ -28,8 +28,9 @@ from starlette.applications import Starlette
 
 from otel_infer import _clock
 from otel_infer.instrumentation import asgi
-from otel_infer.instrumentation.asgi import event_loop_lag, exchange, plain_requests, server_connection
+from otel_infer.instrumentation.asgi import exchange, plain_requests, server_connection
 from otel_infer.instrumentation.hooks.probe import Hook
+from otel_infer.instrumentation.http_server import event_loop_lag
 from otel_infer.ringbuffer import events
 from otel_infer.ringbuffer.arena import MemoryArena
 from otel_infer.ringbuffer.native import native

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from otel_infer import _clock
-from otel_infer.instrumentation.asgi import event_loop_lag
 from otel_infer.instrumentation.asgi.entry_point import AsgiEntryPoint
+from otel_infer.instrumentation.http_server import event_loop_lag
 from otel_infer.ringbuffer import layout
 from otel_infer.ringbuffer.native import native
 from otel_infer.ringbuffer.recorder import recorder

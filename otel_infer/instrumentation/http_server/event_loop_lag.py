@@ -14,10 +14,9 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from otel_infer import _clock
-from otel_infer.instrumentation.asgi.entry_point import AsgiEntryPoint
 from otel_infer.ringbuffer import events, layout
 from otel_infer.ringbuffer.native import native
 from otel_infer.ringbuffer.recorder import recorder
@@ -26,6 +25,12 @@ CHECK_INTERVAL_NS = 50_000_000
 CHECK_INTERVAL_S = CHECK_INTERVAL_NS / 1e9
 MIN_LAG_NS = 20_000_000
 """Shorter lags are not recorded, because they are not noticed as a frozen server."""
+
+
+class EntryPoint(Protocol):
+    """The place where the requests of a loop arrive. `is_watched`: its loop has a timer."""
+
+    is_watched: bool
 
 
 class PythonTimerState:
@@ -65,7 +70,7 @@ class _LagTimer(TimerState):
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
-        self.entry_points: set[AsgiEntryPoint] = set()
+        self.entry_points: set[EntryPoint] = set()
         self.offered = recorder.requests.words[layout.W_OFFERED] if recorder.requests is not None else 0
         # An empty context, because the current one would keep the request alive.
         self.options = {"context": contextvars.Context()}
@@ -120,7 +125,7 @@ class _ThreadTimer(threading.local):
 _thread_timer = _ThreadTimer()
 
 
-def watch_event_loop(entry_point: AsgiEntryPoint | None = None) -> None:
+def watch_event_loop(entry_point: EntryPoint | None = None) -> None:
     """Starts the lag timer of the running loop, if none is active. `entry_point`: where the request arrived."""
     loop = asyncio._get_running_loop()  # None if the loop is not asyncio's
     timer = _thread_timer.timer

@@ -1,0 +1,141 @@
+"""Records HTTP requests of aiohttp.web: their arrival, the response, and their outcome.
+
+RequestHandler._handle_request ─▶ handler ─▶ StreamResponse.write, per chunk of a stream ─▶ the response is finished
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import otel_infer.tracing  # noqa: F401  (loads OpenTelemetry's API, see `config.propagators`)
+from otel_infer import _clock
+from otel_infer.instrumentation.hooks.instrumentor import Instrumentor
+from otel_infer.instrumentation.hooks.probe import Hook
+from otel_infer.instrumentation.http_server.event_loop_lag import watch_event_loop
+from otel_infer.instrumentation.http_server.exchange import HttpExchange, can_record
+from otel_infer.tracing.context import detach
+
+EXCHANGE_KEY = "otel_infer.exchange"
+Handler = Callable[[Any], Awaitable[Any]]
+
+instrumentor = Instrumentor("aiohttp", "aiohttp", ("aiohttp.web_protocol",))
+
+
+class AiohttpExchange(HttpExchange):
+    """One HTTP request of aiohttp.web. `incoming`: aiohttp's request."""
+
+    __slots__ = ("incoming",)
+
+    owner = "aiohttp"
+
+    def __init__(self, incoming: Any, hook: Hook, handler: Handler) -> None:
+        self.incoming = incoming
+        has_other_span = _has_middleware_of_opentelemetry(getattr(handler, "__self__", None))
+        super().__init__(hook, incoming.method, incoming.scheme, has_other_span)
+        self.is_counted_elsewhere = has_other_span
+        watch_event_loop()
+
+    def list_headers(self) -> list[tuple[bytes, bytes]]:
+        return [(name.lower(), value) for name, value in self.incoming.raw_headers]
+
+    def find_path(self) -> str:
+        return str(self.incoming.path)
+
+    def find_socket(self) -> Any:
+        transport = self.incoming.transport
+        return None if transport is None else transport.get_extra_info("socket")
+
+    def has_client_left(self, exc: BaseException | None) -> bool:
+        """Returns whether the connection closed before the last byte."""
+        transport = self.incoming.transport
+        return not self.completed_at and (transport is None or transport.is_closing())
+
+    def follow_handler(self, handler: Handler) -> Handler:
+        """Returns the application's handler, which notes its exception, or that the response begins, on the way."""
+
+        async def call_and_follow(incoming: Any) -> Any:
+            try:
+                response = await handler(incoming)
+            except BaseException as exc:
+                self.error = exc
+                raise
+            if not getattr(response, "prepared", True):  # it is no stream
+                self.record_chunk(response, _clock.now())
+            return response
+
+        return call_and_follow
+
+    def record_response(self, response: Any, is_complete: bool) -> None:
+        """Notes status, route and the last byte of a response that was sent."""
+        try:
+            self.status = int(response.status)
+            self.completed_at = _clock.now() if is_complete else 0
+            route = getattr(getattr(self.incoming, "match_info", None), "route", None)
+            template = getattr(getattr(route, "resource", None), "canonical", "")
+            self.route = template if isinstance(template, str) else ""
+        except BaseException as exc:
+            self._hook.count_failure(exc)
+
+
+def _has_middleware_of_opentelemetry(app: Any) -> bool:
+    """Returns whether OpenTelemetry's instrumentation of aiohttp starts a SERVER span for each request of this application."""
+    return any(
+        str(getattr(middleware, "__module__", "")).startswith("opentelemetry.")
+        for middleware in getattr(app, "middlewares", ())
+    )
+
+
+def _begin_exchange(incoming: Any, hook: Hook, handler: Handler) -> AiohttpExchange | None:
+    """Returns the exchange that begins here; None if it is not recorded."""
+    try:
+        if not can_record(hook) or incoming.headers.get("upgrade"):
+            return None
+        exchange = incoming[EXCHANGE_KEY] = AiohttpExchange(incoming, hook, handler)
+        return exchange
+    except BaseException as exc:
+        hook.count_failure(exc)
+        return None
+
+
+@instrumentor.patch_hot_path(
+    "aiohttp.web_protocol:RequestHandler._handle_request", reads=("request", "start_time", "request_handler")
+)
+def _patch_handle_request(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+    async def handle_request(self: Any, request: Any, start_time: Any, request_handler: Handler) -> Any:
+        exchange = _begin_exchange(request, hook, request_handler)
+        if exchange is None:
+            return await original(self, request, start_time, request_handler)
+        token = exchange.attach()
+        try:
+            response, is_reset = result = await original(
+                self, request, start_time, exchange.follow_handler(request_handler)
+            )
+            exchange.record_response(response, not is_reset)
+        except BaseException as exc:
+            exchange.end(exc)
+            raise
+        finally:
+            if token is not None:
+                detach(token)
+        exchange.end()
+        return result
+
+    return handle_request
+
+
+@instrumentor.patch_hot_path("aiohttp.web_response:StreamResponse.write")
+def _patch_write(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+    async def write(self: Any, data: Any) -> Any:
+        incoming = self._req if hook.alive else None
+        exchange = None if incoming is None else incoming.get(EXCHANGE_KEY)
+        if exchange is None or exchange.request is None:
+            return await original(self, data)
+        began_at = _clock.now()
+        exchange.record_chunk(data, began_at)
+        try:
+            return await original(self, data)
+        finally:
+            exchange.request.send_wait_ns += _clock.now() - began_at
+
+    return write

@@ -1,0 +1,159 @@
+"""Records HTTP requests of Sanic's own server, and the routes of Sanic on an ASGI server.
+
+    HttpProtocol.request_handler ─▶ handler ─▶ BaseHTTPResponse.send, per chunk ─▶ the response is finished
+
+Sanic rewrites `handle_request` when it starts, so the server's reference to it is wrapped instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import otel_infer.tracing  # noqa: F401  (loads OpenTelemetry's API, see `config.propagators`)
+from otel_infer import _clock
+from otel_infer.instrumentation.asgi.exchange import SCOPE_KEY
+from otel_infer.instrumentation.asgi.route import RouteTemplate
+from otel_infer.instrumentation.hooks.instrumentor import Instrumentor
+from otel_infer.instrumentation.hooks.probe import Hook
+from otel_infer.instrumentation.http_server.app_attribute import patch_app_attribute
+from otel_infer.instrumentation.http_server.event_loop_lag import watch_event_loop
+from otel_infer.instrumentation.http_server.exchange import HttpExchange, can_record
+from otel_infer.tracing.context import detach
+
+RequestHandler = Callable[[Any], Awaitable[Any]]
+
+instrumentor = Instrumentor("sanic", "sanic", ("sanic.server.protocols.http_protocol",))
+
+
+class SanicExchange(HttpExchange):
+    """One HTTP request of Sanic's own server. `incoming`: Sanic's request."""
+
+    __slots__ = ("incoming",)
+
+    owner = "sanic"
+
+    def __init__(self, incoming: Any, hook: Hook) -> None:
+        self.incoming = incoming
+        super().__init__(hook, incoming.method, incoming.scheme)
+        watch_event_loop()
+
+    def list_headers(self) -> list[tuple[bytes, bytes]]:
+        return [
+            (name.lower().encode("latin-1", "replace"), value.encode("latin-1", "replace"))
+            for name, value in self.incoming.headers.items()
+        ]
+
+    def find_path(self) -> str:
+        return str(self.incoming.path)
+
+    def find_socket(self) -> Any:
+        transport = self.incoming.transport
+        return None if transport is None else transport.get_extra_info("socket")
+
+    def has_client_left(self, exc: BaseException | None) -> bool:
+        """Returns whether the connection closed before the last byte."""
+        transport = self.incoming.transport
+        return not self.completed_at and (transport is None or transport.is_closing())
+
+    def record_response(self) -> None:
+        """Notes status, route and the last byte of a response that was sent."""
+        try:
+            stream = self.incoming.stream
+            response = None if stream is None else stream.response
+            self.status = int(response.status) if response is not None else self.status
+            self.route = _find_template(self.incoming)
+            if response is not None and not self.has_client_left(None):
+                self.completed_at = _clock.now()
+        except BaseException as exc:
+            self._hook.count_failure(exc)
+
+
+def _find_template(incoming: Any) -> str:
+    """Returns the template of the route that Sanic found; empty if it found none."""
+    template = getattr(getattr(incoming, "route", None), "path", None)
+    return f"/{template.lstrip('/')}" if isinstance(template, str) else ""
+
+
+def _begin_exchange(incoming: Any, hook: Hook) -> SanicExchange | None:
+    """Returns the exchange that begins here; None if it is not recorded."""
+    try:
+        if not can_record(hook) or incoming.headers.get("upgrade"):
+            return None
+        exchange = incoming.ctx.otel_infer_exchange = SanicExchange(incoming, hook)
+        return exchange
+    except BaseException as exc:
+        hook.count_failure(exc)
+        return None
+
+
+def _wrap_handler(handler: RequestHandler, hook: Hook) -> RequestHandler:
+    async def handle_request(request: Any) -> Any:
+        exchange = _begin_exchange(request, hook)
+        if exchange is None:
+            return await handler(request)
+        token = exchange.attach()
+        try:
+            result = await handler(request)
+            exchange.record_response()
+        except BaseException as exc:
+            exchange.end(exc)
+            raise
+        finally:
+            if token is not None:
+                detach(token)
+        exchange.end()
+        return result
+
+    return handle_request
+
+
+instrumentor.patch_hot_path("sanic.server.protocols.http_protocol:HttpProtocol.__init__")(
+    patch_app_attribute("request_handler", _wrap_handler)
+)
+
+
+def _find_exchange(request: Any) -> Any:
+    return getattr(getattr(request, "ctx", None), "otel_infer_exchange", None)
+
+
+@instrumentor.patch_hot_path("sanic.handlers.error:ErrorHandler.response", reads=("request", "exception"))
+def _patch_error_response(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+    def make_response(self: Any, request: Any, exception: BaseException) -> Any:
+        exchange = _find_exchange(request) if hook.alive else None
+        if exchange is not None:
+            exchange.error = exception
+        return original(self, request, exception)
+
+    return make_response
+
+
+@instrumentor.patch_hot_path("sanic.response.types:BaseHTTPResponse.send", part="streams")
+def _patch_send(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+    async def send(self: Any, *args: Any, **kwargs: Any) -> Any:
+        incoming = getattr(self.stream, "request", None) if hook.alive else None
+        exchange = _find_exchange(incoming)
+        if exchange is None or exchange.request is None:
+            if incoming is not None:
+                _note_route_on_asgi(incoming, hook)
+            return await original(self, *args, **kwargs)
+        began_at = _clock.now()
+        exchange.record_chunk(self, began_at)
+        try:
+            return await original(self, *args, **kwargs)
+        finally:
+            exchange.request.send_wait_ns += _clock.now() - began_at
+
+    return send
+
+
+def _note_route_on_asgi(incoming: Any, hook: Hook) -> None:
+    """Notes the route of a request that an ASGI server received, before its response begins."""
+    try:
+        scope = getattr(incoming.transport, "scope", None)
+        exchange = scope.get(SCOPE_KEY) if isinstance(scope, dict) else None
+        template = _find_template(incoming)
+        if exchange is not None and template:
+            exchange.route = RouteTemplate(template)
+    except Exception as exc:
+        hook.count_failure(exc)

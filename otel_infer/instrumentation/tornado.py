@@ -1,0 +1,140 @@
+"""Records HTTP requests of Tornado: their arrival, the response, and their outcome.
+
+    headers ─▶ body ─▶ RequestHandler._execute ─▶ flush, per chunk of a stream ─▶ finish
+
+The route is the pattern of the rule that matched, as Tornado knows no other name for it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import otel_infer.tracing  # noqa: F401  (loads OpenTelemetry's API, see `config.propagators`)
+from otel_infer import _clock
+from otel_infer.instrumentation.hooks.instrumentor import Instrumentor
+from otel_infer.instrumentation.hooks.probe import Hook
+from otel_infer.instrumentation.http_server.event_loop_lag import watch_event_loop
+from otel_infer.instrumentation.http_server.exchange import HttpExchange, can_record
+from otel_infer.tracing.context import detach
+
+_OTHER = "opentelemetry.instrumentation.tornado"
+"""The instrumentation that starts a SERVER span in `RequestHandler.prepare`."""
+
+instrumentor = Instrumentor("tornado", "tornado", ("tornado.web",))
+
+
+class TornadoExchange(HttpExchange):
+    """One HTTP request of Tornado. It arrived with its headers; its body was read since. `handler`: Tornado's handler."""
+
+    __slots__ = ("handler",)
+
+    owner = "tornado"
+
+    def __init__(self, handler: Any, hook: Hook) -> None:
+        self.handler = handler
+        incoming = handler.request
+        read_ns = max(int(incoming.request_time() * 1e9), 0)
+        super().__init__(
+            hook, incoming.method, incoming.protocol, _OTHER in sys.modules, _clock.now() - read_ns
+        )
+        watch_event_loop()
+
+    def list_headers(self) -> list[tuple[bytes, bytes]]:
+        return [
+            (name.lower().encode("latin-1", "replace"), value.encode("latin-1", "replace"))
+            for name, value in self.handler.request.headers.get_all()
+        ]
+
+    def find_path(self) -> str:
+        return str(self.handler.request.path)
+
+    def find_socket(self) -> Any:
+        stream = getattr(self.handler.request.connection, "stream", None)
+        return getattr(stream, "socket", None)
+
+    def has_client_left(self, exc: BaseException | None) -> bool:
+        """Returns whether the connection closed before the last byte."""
+        return not self.completed_at and self.find_socket() is None
+
+    def record_flush(self, is_last: bool) -> None:
+        """Records that buffered output is about to be sent, with the status in its first part."""
+        now = _clock.now()
+        if not self.status:
+            self.record_start(int(self.handler._status_code))
+        self.record_chunk(self.handler._write_buffer, now)
+        if is_last:
+            self.completed_at = now
+
+
+def _begin_exchange(handler: Any, hook: Hook) -> TornadoExchange | None:
+    """Returns the exchange that begins here; None if it is not recorded."""
+    try:
+        if not can_record(hook) or handler.request.headers.get("upgrade"):
+            return None
+        exchange = handler.otel_infer_exchange = TornadoExchange(handler, hook)
+        exchange.route = getattr(handler.request, "otel_infer_route", "")
+        return exchange
+    except BaseException as exc:
+        hook.count_failure(exc)
+        return None
+
+
+@instrumentor.patch_hot_path("tornado.web:RequestHandler._execute")
+def _patch_execute(original: Callable[..., Awaitable[Any]], hook: Hook) -> Callable[..., Awaitable[Any]]:
+    async def execute(self: Any, *args: Any, **kwargs: Any) -> Any:
+        exchange = _begin_exchange(self, hook)
+        if exchange is None:
+            return await original(self, *args, **kwargs)
+        token = exchange.attach()
+        try:
+            result = await original(self, *args, **kwargs)
+        except BaseException as exc:
+            exchange.end(exc)
+            raise
+        finally:
+            if token is not None:
+                detach(token)
+            self.otel_infer_exchange = None
+        exchange.end()
+        return result
+
+    return execute
+
+
+@instrumentor.patch_hot_path("tornado.web:RequestHandler._handle_request_exception")
+def _patch_handle_exception(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+    def handle_request_exception(self: Any, exc: BaseException) -> Any:
+        exchange = getattr(self, "otel_infer_exchange", None)
+        if exchange is not None and hook.alive:
+            exchange.error = exc
+        return original(self, exc)
+
+    return handle_request_exception
+
+
+@instrumentor.patch_hot_path("tornado.web:RequestHandler.flush", reads=("include_footers",))
+def _patch_flush(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+    def flush(self: Any, include_footers: bool = False) -> Any:
+        exchange = getattr(self, "otel_infer_exchange", None)
+        if exchange is None or not hook.alive:
+            return original(self, include_footers)
+        try:
+            exchange.record_flush(include_footers)
+        except BaseException as exc:
+            hook.count_failure(exc)
+        return original(self, include_footers)
+
+    return flush
+
+
+@instrumentor.patch_hot_path("tornado.routing:PathMatches.match", reads=("request",), part="routes")
+def _patch_match(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+    def match(self: Any, request: Any) -> Any:
+        result = original(self, request)
+        if result is not None and hook.alive:
+            request.otel_infer_route = str(self.regex.pattern).removesuffix("$")
+        return result
+
+    return match

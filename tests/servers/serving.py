@@ -1,0 +1,58 @@
+"""The servers of these tests: how each is started, and the routes that its framework states."""
+
+from __future__ import annotations
+
+import sys
+from typing import NamedTuple
+
+APPS = "tests.servers.apps"
+
+
+class ServedApp(NamedTuple):
+    """A server with an application. `command`: after the interpreter, with `{port}`. `route`: of `/classify/a`.
+
+    `reports_disconnects`: it stops, or notes, a stream whose client has left.
+    """
+
+    command: tuple[str, ...]
+    route: str
+    reports_disconnects: bool = True
+
+
+def _module(name: str) -> tuple[str, ...]:
+    return "-m", f"{APPS}.{name}", "{port}"
+
+
+def _gunicorn(app: str, *options: str) -> tuple[str, ...]:
+    return "-m", "gunicorn", "-b", "127.0.0.1:{port}", *options, f"{APPS}.{app}"
+
+
+def _uvicorn(app: str) -> tuple[str, ...]:
+    return "-m", "uvicorn", "--port", "{port}", "--log-level", "warning", f"{APPS}.{app}"
+
+
+FLASK_ROUTE, DJANGO_ROUTE = "/classify/<name>", "/classify/<str:name>"
+SERVERS = {
+    "flask, werkzeug": ServedApp(_module("flask_app"), FLASK_ROUTE),
+    "flask, gunicorn sync": ServedApp(_gunicorn("flask_app:app"), FLASK_ROUTE),
+    "flask, gunicorn gthread": ServedApp(_gunicorn("flask_app:app", "--threads", "4"), FLASK_ROUTE),
+    "flask, gunicorn gevent": ServedApp(_gunicorn("flask_app:app", "-k", "gevent"), FLASK_ROUTE),
+    "flask, waitress": ServedApp(
+        ("-m", "waitress", "--listen", "127.0.0.1:{port}", f"{APPS}.flask_app:app"), FLASK_ROUTE
+    ),
+    "django, gunicorn sync": ServedApp(_gunicorn("django_app:wsgi"), DJANGO_ROUTE),
+    "django, uvicorn": ServedApp(_uvicorn("django_app:asgi"), DJANGO_ROUTE),
+    "falcon, wsgiref": ServedApp(_module("falcon_app"), "/classify/{name}"),
+    "litestar, uvicorn": ServedApp(_uvicorn("litestar_app:app"), "/classify/{name}"),
+    "aiohttp": ServedApp(_module("aiohttp_app"), "/classify/{name}"),
+    "tornado": ServedApp(_module("tornado_app"), "/classify/([a-z]+)"),
+    "sanic": ServedApp(_module("sanic_app"), "/classify/<name:str>"),
+    "sanic, uvicorn": ServedApp(_uvicorn("sanic_app:app"), "/classify/<name:str>"),
+}
+"""By name."""
+
+
+def make_command(app: ServedApp, port: int) -> list[str]:
+    """Returns the command under `otel-infer run`."""
+    own = [part.format(port=port) if "{port}" in part else part for part in app.command]
+    return [sys.executable, "-m", "otel_infer", "run", "--", sys.executable, *own]
