@@ -14,7 +14,7 @@ export PIP_NO_BINARY := urllib3-future
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all test-pythons test-oldest test-vllm test-stack battery fuzz browser tools bench bench-peers bench-vllm bench-whole bench-whole-vllm lint format wheel clean
+.PHONY: help demo test test-all test-pythons test-oldest test-vllm test-servers test-stack battery fuzz browser tools bench bench-peers bench-vllm bench-whole bench-whole-vllm lint format wheel clean
 
 help:  ## this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -39,6 +39,9 @@ ifeq ($(strip $(ARGS)),)
 else
 	$(VENV)-vllm/bin/python -m pytest tests/vllm $(ARGS)
 endif
+
+test-servers: $(VENV)-servers/.dev  ## Flask, Django, aiohttp, Tornado, Sanic, gRPC …, each on its real server, in an environment of their own
+	$(VENV)-servers/bin/python -m pytest $(TWO) tests/servers $(ARGS)
 
 test-stack: $(VENV)/.dev $(VENV)-vllm/.dev tools  ## real servers, scraped by a real Prometheus: every panel, every alert
 	$(BIN)/python -m pytest tests/stack $(ARGS)
@@ -70,7 +73,7 @@ PARALLEL := \
   $(patsubst %,tests/e2e/test_%.py,breach_to_page doctor flight_recorder explain_live examples report_in_a_browser request_log \
   sampling server_start) \
   $(addprefix tests/instrumentation/,torch transformers vllm) tests/benchmarks tests/scripts
-SERIAL_IGNORES := $(MAIN:%=--ignore=%) $(PARALLEL:%=--ignore=%) --ignore=tests/stack
+SERIAL_IGNORES := $(MAIN:%=--ignore=%) $(PARALLEL:%=--ignore=%) --ignore=tests/stack --ignore=tests/servers
 
 test: lint tools  ## format, lint, types, import contracts, unit and contract tests, the main job end to end
 	$(BIN)/python -m pytest $(TWO) $(if $(strip $(ARGS)),--ignore=tests/stack $(ARGS),$(MAIN))
@@ -116,7 +119,7 @@ wheel: $(VENV)/.dev  ## dist/otel_infer-*.whl
 	$(BIN)/python -m pip wheel -qq --no-deps --wheel-dir dist .
 
 clean:  ## remove the environment and everything built
-	rm -rf $(VENV) $(VENV)-peers $(VENV)-vllm $(VENV)-oldest .venv-3.* $(SKIPPED) build dist .tools .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VENV)-peers $(VENV)-servers $(VENV)-vllm $(VENV)-oldest .venv-3.* $(SKIPPED) build dist .tools .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
 # pip is renewed: the one that Debian brings cannot resolve our extras when two OpenTelemetry releases mix.
 $(BIN)/python:
@@ -160,6 +163,13 @@ $(VENV)-vllm/.dev: pyproject.toml tests/vllm/requirements.txt
 	@echo "installing vLLM and what the tests need"
 	@$(VENV)-vllm/bin/python -m pip install -qq --no-deps -r tests/vllm/requirements.txt
 	@$(VENV)-vllm/bin/python -m pip install -qq -e ".[dev]"
+	@touch $@
+
+# In an environment of their own, because one of them would change what the other tests run with.
+$(VENV)-servers/.dev: pyproject.toml tests/servers/requirements.txt
+	@$(MAKE) --no-print-directory VENV=$(VENV)-servers $(VENV)-servers/.torch
+	@echo "installing the servers and what the tests need"
+	@$(VENV)-servers/bin/python -m pip install -qq -r tests/servers/requirements.txt -e ".[dev]" transformers
 	@touch $@
 
 $(VENV)/.bench: pyproject.toml $(VENV)/.dev

@@ -13,7 +13,8 @@ from otel_infer import _clock
 from otel_infer.instrumentation.hooks.instrumentor import Instrumentor
 from otel_infer.instrumentation.hooks.probe import Hook
 from otel_infer.instrumentation.http_server.event_loop_lag import watch_event_loop
-from otel_infer.instrumentation.http_server.exchange import HttpExchange, can_record
+from otel_infer.instrumentation.http_server.exchange import HttpExchange
+from otel_infer.instrumentation.http_server.server_exchange import can_record
 from otel_infer.tracing.context import detach
 
 EXCHANGE_KEY = "otel_infer.exchange"

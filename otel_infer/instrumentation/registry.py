@@ -22,6 +22,7 @@ BUILTIN = {
     "aiohttp": "aiohttp",
     "tornado": "tornado",
     "sanic": "sanic",
+    "grpc": "grpc",
     "threading": "threading",
     "waits": "waits",
     "signals": "signals",

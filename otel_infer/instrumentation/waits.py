@@ -64,6 +64,11 @@ def _record_wait(request: Request, stage: str, began_at: int, items: int) -> Non
         request.record_event(events.StageEnded(now, began_at, stage, items))
 
 
+def record_pool_wait(request: Request, submitted_at: int, size: int) -> None:
+    """Records that the request has waited for a thread of a pool of this size, since `submitted_at` (monotonic ns)."""
+    _record_wait(request, events.POOL_WAIT, submitted_at, size)
+
+
 @instrumentor.patch_hot_path("anyio.to_thread:run_sync", optional=True, part="anyio")
 def _patch_run_sync(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     def run_sync(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

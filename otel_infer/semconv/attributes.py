@@ -20,6 +20,10 @@ ERROR_TYPE = "error.type"
 HTTP_REQUEST_METHOD = "http.request.method"
 HTTP_ROUTE = "http.route"
 HTTP_RESPONSE_STATUS_CODE = "http.response.status_code"
+RPC_SYSTEM_NAME, RPC_METHOD, RPC_RESPONSE_STATUS_CODE = (
+    "rpc.system.name", "rpc.method", "rpc.response.status_code",
+)  # fmt: skip
+"""The RPC conventions 1.45: the method is fully qualified, the status code is a name such as `OK`."""
 URL_SCHEME = "url.scheme"
 URL_FULL = "url.full"
 SERVER_ADDRESS = "server.address"

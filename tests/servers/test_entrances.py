@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import http.client
-import secrets
 import socket
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,19 +10,12 @@ from typing import Any, NamedTuple
 import pytest
 
 from otel_infer import semconv
+from tests.servers.receiving import spans_of
+from tests.servers.requests_sent import Answer, make_ids, send
 from tests.servers.serving import SERVERS, ServedApp, make_command
 from tests.support.otlp_receiver import OtlpReceiver
 from tests.support.served import Server, free_port
 from tests.support.trees import tree
-
-
-class Answer(NamedTuple):
-    """A client's answer, and the ids that it sent."""
-
-    status: int
-    body: bytes
-    trace_id: str
-    parent_id: str
 
 
 class Served(NamedTuple):
@@ -35,29 +25,13 @@ class Served(NamedTuple):
     port: int
     receiver: OtlpReceiver
 
-    def send(self, method: str, path: str, body: bytes = b"x" * 100) -> Answer:
+    def send(self, method: str, path: str) -> Answer:
         """Sends a request with a `traceparent` of its own."""
-        trace_id, parent_id = secrets.token_hex(16), secrets.token_hex(8)
-        headers = {"traceparent": f"00-{trace_id}-{parent_id}-01", "connection": "close"}
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
-        connection.request(method, path, body if method == "POST" else None, headers)
-        response = connection.getresponse()
-        content = response.read()
-        connection.close()
-        return Answer(response.status, content, trace_id, parent_id)
+        return send(self.port, method, path)
 
     def spans_of(self, trace_id: str) -> list[dict[str, Any]]:
         """Returns the spans of a trace, once its SERVER span is there."""
-        found: list[dict[str, Any]] = []
-
-        def is_there(receiver: OtlpReceiver) -> bool:
-            found[:] = [span for span in receiver.spans if span["trace_id"] == trace_id]
-            return any(span["kind"] == 2 for span in found)
-
-        assert self.receiver.wait_for(is_there, 15), f"no SERVER span of {trace_id}"
-        time.sleep(0.3)
-        is_there(self.receiver)
-        return found
+        return spans_of(self.receiver, trace_id)
 
     def server_span(self, trace_id: str) -> dict[str, Any]:
         (span,) = [span for span in self.spans_of(trace_id) if span["kind"] == 2]
@@ -72,11 +46,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         environ = {**receiver.environ, "OTEL_METRIC_EXPORT_INTERVAL": "1000", "PYTHONPATH": str(Path.cwd())}
         with Server(make_command(app, port), port, log, environ) as server:
             yield Served(app, port, receiver)
-            assert "Traceback" not in server.read_log().replace(CANARY, "")
-
-
-CANARY = "Traceback (most recent call last)"
-"""Of `/fail`, which servers log."""
+            assert "hook on" not in server.read_log()
 
 
 def test_a_post_is_a_child_of_its_caller_with_the_model_below(served: Served) -> None:
@@ -130,10 +100,10 @@ def test_an_exception_is_an_error_of_its_type(served: Served) -> None:
 
 
 def test_a_client_that_leaves_is_no_error(served: Served) -> None:
-    trace_id, parent_id = secrets.token_hex(16), secrets.token_hex(8)
+    trace_id, _, header = make_ids()
     with socket.create_connection(("127.0.0.1", served.port)) as client:
         client.sendall(
-            f"POST /slow HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\ntraceparent: 00-{trace_id}-{parent_id}-01\r\n\r\n".encode()
+            f"POST /slow HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\ntraceparent: {header}\r\n\r\n".encode()
         )
         client.recv(100)
         client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # closes with a reset

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from otel_infer.instrumentation.hooks.probe import Hook
-from otel_infer.instrumentation.http_server.exchange import HttpExchange, can_record
+from otel_infer.instrumentation.http_server.exchange import HttpExchange
+from otel_infer.instrumentation.http_server.server_exchange import can_record
 from otel_infer.tracing.context import detach
 
 Environ = dict[str, Any]

@@ -321,6 +321,9 @@ SINGLE_CHUNK = 1
 OPERATION_KEYS = semconv.OPERATION_NAME, semconv.PROVIDER_NAME, semconv.REQUEST_MODEL
 """The attributes that `OperationNamed` stands for, in the order of its fields."""
 
+RPC_KEYS = semconv.RPC_SYSTEM_NAME, semconv.RPC_METHOD, semconv.RPC_RESPONSE_STATUS_CODE
+"""Attributes of the server span of a remote procedure call."""
+
 REQUEST_EVENTS = (
     RequestArrived, StageEnded, BytesMoved, CacheHeld, RequestSubmitted, RequestReceived, RequestScheduled,
     RequestPreempted, PrefixRead, TokensDrafted, TokenReached, FirstTokenSent, ResponseStarted, EngineFinished,

@@ -1,0 +1,69 @@
+"""Beside OpenTelemetry's own instrumentation its SERVER span is used, and none is added."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from tests.servers.receiving import spans_of
+from tests.servers.requests_sent import make_ids, send
+from tests.servers.serving import ServedApp, make_command
+from tests.servers.test_grpc import GrpcServer
+from tests.support.otlp_receiver import OtlpReceiver
+from tests.support.served import Server, free_port
+
+OURS = "otel_infer"
+
+
+def serve(name: str, port: int, receiver: OtlpReceiver, log: Path, *more: str) -> Server:
+    app = ServedApp(("-m", "tests.servers.apps.contrib", name, "{port}", *more), "")
+    kind = GrpcServer if name == "grpc_app" else Server
+    return kind(make_command(app, port), port, log, {**receiver.environ, "PYTHONPATH": str(Path.cwd())})
+
+
+def draw_kinds(spans: list[dict[str, Any]], parent: str) -> list[tuple[str, str]]:
+    """Returns kind and owner of the spans from the caller down to our request."""
+    drawn = []
+    while True:
+        below = [span for span in spans if span["parent_span_id"] == parent and span["kind"] in (1, 2)]
+        chosen = next(
+            (span for span in below if span["kind"] == 2 or span["name"] == "inference Scorer"), None
+        )
+        if chosen is None:
+            return drawn
+        owner = OURS if chosen["scope"]["name"].startswith(OURS) else "contrib"
+        drawn.append(("SERVER" if chosen["kind"] == 2 else "INTERNAL", owner))
+        parent = chosen["span_id"]
+
+
+EXPECTED = [("SERVER", "contrib"), ("INTERNAL", OURS)]
+
+
+@pytest.mark.parametrize("name", ["flask_app", "falcon_app", "aiohttp_app", "tornado_app"])
+def test_an_http_request_has_the_server_span_of_the_other(name: str, tmp_path: Path) -> None:
+    port = free_port()
+    with OtlpReceiver() as receiver, serve(name, port, receiver, tmp_path / "log"):
+        for method, path in (("POST", "/classify/a"), ("GET", "/score/a")):
+            answer = send(port, method, path)
+            spans = spans_of(receiver, answer.trace_id, "inference Scorer")
+            assert draw_kinds(spans, answer.parent_id) == EXPECTED
+            assert sum(span["kind"] == 2 for span in spans) == 1
+        answer = send(port, "POST", "/fail")
+        time.sleep(1)
+        assert sum(span["kind"] == 2 for span in spans_of(receiver, answer.trace_id)) == 1
+
+
+@pytest.mark.parametrize("more", [(), ("aio",)], ids=["threads", "aio"])
+def test_a_remote_call_has_the_server_span_of_the_other(more: tuple[str, ...], tmp_path: Path) -> None:
+    port = free_port()
+    with OtlpReceiver() as receiver, serve("grpc_app", port, receiver, tmp_path / "log", *more):
+        trace_id, parent_id, header = make_ids()
+        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+            channel.unary_unary("/toy.Scorer/Classify")(b"x", metadata=(("traceparent", header),), timeout=20)
+        spans = spans_of(receiver, trace_id, "inference Scorer")
+        assert draw_kinds(spans, parent_id) == EXPECTED
+        assert sum(span["kind"] == 2 for span in spans) == 1
