@@ -25,6 +25,7 @@ BUILTIN = {
     "grpc": "grpc",
     "threading": "threading",
     "waits": "waits",
+    "queues": "queues",
     "signals": "signals",
     "gc": "garbage_collector",
     "transformers": "transformers",

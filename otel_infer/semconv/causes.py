@@ -20,6 +20,8 @@ CAUSE_HIDDEN_QUEUE = "hidden_queue"
 CAUSE_SCHEDULER_QUEUE = "scheduler_queue"
 CAUSE_POOL_QUEUE = "pool_queue"
 CAUSE_LOCK_QUEUE = "lock_queue"
+CAUSE_WORK_QUEUE = "work_queue"
+CAUSE_BATCH_WAIT = "batch_wait"
 CAUSE_GRAMMAR = "grammar"
 CAUSE_KV_TRANSFER = "kv_transfer"
 CAUSE_PREFILL = "prefill"
@@ -138,6 +140,19 @@ CAUSE_TABLE = (
         "batch the requests that the lock lets through one by one, hold it for less, or add server processes",
         stages=(spans.SPAN_LOCK_WAIT,),
         sampled=_LATE_CODE,
+    ),
+    Cause(
+        CAUSE_WORK_QUEUE, GROUP_QUEUE, "#e3c56f",
+        "in a queue of the application, until a worker took it",
+        "more or faster workers, larger batches if the model has room, or fewer requests at once",
+        stages=(spans.SPAN_QUEUE_WAIT,),
+        sampled=(LATE_REQUEST,),
+    ),
+    Cause(
+        CAUSE_BATCH_WAIT, GROUP_QUEUE, "#dcc98f",
+        "taken by a worker that waited for more requests of its batch",
+        "a shorter wait for more requests, and none while a worker is idle",
+        stages=(spans.SPAN_BATCH_WAIT,),
     ),
     Cause(
         CAUSE_GRAMMAR, GROUP_PRE_ENGINE, "#d9c069",

@@ -8,6 +8,10 @@ SPAN_ACCEPT = "accept"
 SPAN_INGRESS = "ingress"
 SPAN_POOL_WAIT = "pool wait"
 SPAN_LOCK_WAIT = "lock wait"
+SPAN_QUEUE_WAIT = "queue wait"
+"""In a queue of the application, from the put of a request's item until a worker took it."""
+SPAN_BATCH_WAIT = "batch wait"
+"""From when a worker took a request's item until it took the last one of the same batch, or stopped waiting for more."""
 SPAN_TOKENIZE = "tokenize"
 SPAN_QUEUE = "queue"
 SPAN_FETCH_MEDIA = "fetch media"
@@ -77,6 +81,8 @@ NESTED_STAGES = (
 STAGES = (
     SPAN_ACCEPT,
     SPAN_INGRESS,
+    SPAN_QUEUE_WAIT,
+    SPAN_BATCH_WAIT,
     SPAN_TOKENIZE,
     SPAN_QUEUE,
     SPAN_H2D,

@@ -26,14 +26,21 @@ from otel_infer.tracing.request_span import (
     thread_owner,
 )
 from otel_infer.tracing.span_ids import RemoteParent
+from otel_infer.tracing.work import Work
 
 
 def current_request() -> RequestSpan | None:
     """Returns the current request, which is opened now if it is deferred; None if there is none or it has ended."""
     request = context.current_context().get(REQUEST_KEY)
-    if type(request) is DeferredRequest:
+    if type(request) is DeferredRequest or type(request) is Work:
         request = request.open()
     return request if isinstance(request, RequestSpan) and not request.ended else None
+
+
+def begin_model_call() -> RequestSpan | None:
+    """Returns the request for which a model is called now: the current one, or the batch of a worker, which is complete."""
+    request = context.current_context().get(REQUEST_KEY)
+    return request.begin_call() if type(request) is Work else current_request()
 
 
 def find_request() -> RequestSpan | DeferredRequest | None:
@@ -41,6 +48,8 @@ def find_request() -> RequestSpan | DeferredRequest | None:
     request = context.current_context().get(REQUEST_KEY)
     if type(request) is DeferredRequest:
         request = request.opened or request
+    elif type(request) is Work:
+        request = request.open()
     return request if isinstance(request, (RequestSpan, DeferredRequest)) and not request.ended else None
 
 

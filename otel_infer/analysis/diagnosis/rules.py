@@ -207,7 +207,7 @@ def _is_served(record: RequestRecord) -> bool:
 
 _PRE_ENGINE_CAUSES = causes.select_causes(causes.GROUP_PRE_ENGINE)
 _QUEUE_CAUSES = causes.select_causes(causes.GROUP_QUEUE)
-_APPLICATION_QUEUES = (semconv.CAUSE_LOCK_QUEUE, semconv.CAUSE_POOL_QUEUE)
+_APPLICATION_QUEUES = (semconv.CAUSE_LOCK_QUEUE, semconv.CAUSE_POOL_QUEUE, semconv.CAUSE_WORK_QUEUE)
 _OWN_WORK_CAUSES = causes.select_causes(causes.GROUP_OWN_WORK, causes.GROUP_UNKNOWN)
 _WARMUP_CAUSES = tuple(row.name for row in causes.CAUSE_TABLE if row.is_warmup)
 

@@ -44,6 +44,7 @@ from otel_infer.tracing.context import current_context, detach
 from otel_infer.tracing.deferred_request import DeferredRequest
 from otel_infer.tracing.outcome import classify_exception
 from otel_infer.tracing.request_span import REQUEST_KEY
+from otel_infer.tracing.work import Work
 
 PROVIDER, OPERATION, STAGE = events.TORCH, "inference", events.FORWARD
 ENGINE_MODULES = ("vllm.", "sglang.", "tensorrt_llm.")
@@ -78,8 +79,8 @@ def _call_traced(module: Any, /, *args: Any, **kwargs: Any) -> Any:
     started_at, token, handle = _clock.now(), None, UNTIMED
     try:
         request = None if _call_descriptor.is_tracing() else current_context().get(REQUEST_KEY)
-        if type(request) is DeferredRequest:
-            request = request.open()
+        if type(request) is DeferredRequest or type(request) is Work:
+            request = start.begin_model_call()
         if request is None or request.ended:
             request, token = _open_request(module)
         elif not request.is_named and not request.has_forward_name:  # the first model that served it

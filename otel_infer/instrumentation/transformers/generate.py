@@ -122,7 +122,7 @@ def _is_paged(call: Call) -> bool:
 
 
 def _begin_generation(call: Call) -> GenerationRun | None:
-    request = start.current_request()
+    request = start.begin_model_call()
     own = request is None
     if own and already_submitted.get():  # by a request that has ended and recorded it
         return None

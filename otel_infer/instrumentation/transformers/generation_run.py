@@ -6,7 +6,7 @@ import os
 import threading
 from array import array
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from otel_infer import _clock
 from otel_infer.gpu.timed_work import StepWork
@@ -51,8 +51,14 @@ else:
     GenerationState = native.GenerationState
 
 
+class BatchMember(NamedTuple):
+    """A request of a batch that one call generates for. `packed`: its handle as steps have it."""
+
+    packed: bytes
+
+
 class GenerationRun(GenerationState):
-    """One outermost `generate` call while it runs.
+    """One outermost `generate` call while it runs, for one request or for a batch of them.
 
     `prompt_tokens`: tokens per row, 0 = unknown. `prefill_tokens`: tokens that the first forward pass computes,
     summed over all rows.
@@ -67,7 +73,9 @@ class GenerationRun(GenerationState):
         self.rows = self.computed_rows = rows
         self.prompt_tokens, self.start_length, self.max_new_tokens = prompt, prompt, 0
         self.began_at = _clock.now()
-        self.members = [self]
+        self.members: list[Any] = [
+            BatchMember(member.packed) for member in getattr(request, "members", ())
+        ] or [self]
         self.stepping = self.drafting = self.prefilled = self.has_plain_steps = False
         self.accepted_tokens = 1
         self.pid = os.getpid()
@@ -123,19 +131,24 @@ class GenerationRun(GenerationState):
     @property
     def has_one_row(self) -> bool:
         """Returns whether the loop computes and returns one row, and its steps are recorded."""
-        return self.rows == self.computed_rows == 1 and self.writer is not None
+        return self.rows == self.computed_rows == 1 and self.writer is not None and self.members == [self]
+
+    def _divide_tokens(self, tokens: int) -> bytes:
+        """Returns the tokens of a step as a column, in equal parts for the requests; empty if each has one."""
+        count = len(self.members)
+        return b"" if tokens == count else array("I", (tokens // count,) * count).tobytes()
 
     def begin_step(self, tokens: int) -> None:
         """Records that a forward pass over all rows begins; `tokens` is their sum over the rows."""
         if self.writer is not None:
-            column = b"" if tokens == 1 else array("I", (tokens,)).tobytes()
-            self.step = self.writer.write_scheduled(self.members, (), column, running=1)
+            column = self._divide_tokens(tokens)
+            self.step = self.writer.write_scheduled(self.members, (), column, running=len(self.members))
             self.begin_timing(_clock.now(), self.iterations < 2)
 
     def begin_unchanged_step(self) -> None:
         """Records that a step of one token begins, with the whole batch."""
         if self.writer is not None:
-            self.step = self.writer.write_scheduled(self.members, running=1)
+            self.step = self.writer.write_scheduled(self.members, running=len(self.members))
 
     def begin_timing(self, at: int, always: bool) -> None:
         """Begins to time the step, if it is one of the sample."""
@@ -157,8 +170,7 @@ class GenerationRun(GenerationState):
         tokens = self.rows * self.accepted_tokens
         self.tokens += tokens
         if self.writer is not None:
-            column = b"" if tokens == 1 else array("I", (tokens,)).tobytes()
-            self.writer.write_done(self.step, column, 1)
+            self.writer.write_done(self.step, self._divide_tokens(tokens), len(self.members))
 
     def advance_iteration(self, goes_on: bool) -> None:
         """Ends the running step, and begins the next if the loop continues (`goes_on`)."""
@@ -175,7 +187,8 @@ class GenerationRun(GenerationState):
         kv_cache.record_size(self.request, self.cache)
         shape = tensor_shape(getattr(result, "sequences", result))
         length = max(shape[1] - self.start_length, 0) if len(shape) == 2 else 0
-        tokens = length * self.rows or self.tokens
+        requests = len(self.members)
+        tokens = (length * self.rows or self.tokens) // requests
         if self.writer is None or not self.stepping:
             self.request.record_event(events.RequestScheduled(self.began_at))
             self.request.record_stage(events.DECODE, self.began_at, tokens)
@@ -184,7 +197,7 @@ class GenerationRun(GenerationState):
         self.request.record_event(events.EngineFinished(_clock.now(), reason, tokens))
         # One finish per row shows that all rows are over. Steps do not show it: beams end before the last
         # step, and a request may call `generate` again.
-        for _ in range(self.rows - 1):
+        for _ in range(self.rows // requests - 1):
             self.request.record_event(events.EngineFinished(_clock.now(), "", 0))
         self.request.set_engine_error("")
         sample = self.detokenize_sample

@@ -43,6 +43,7 @@ TOKENIZE, FETCH_MEDIA, PREPARE_MEDIA = (
     semconv.SPAN_PREPARE_MEDIA,
 )
 ACCEPT, POOL_WAIT, LOCK_WAIT = semconv.SPAN_ACCEPT, semconv.SPAN_POOL_WAIT, semconv.SPAN_LOCK_WAIT
+QUEUE_WAIT, BATCH_WAIT = semconv.SPAN_QUEUE_WAIT, semconv.SPAN_BATCH_WAIT
 WAIT_KINDS = semconv.WAIT_KINDS
 """The `items` of a `LOCK_WAIT` are the position in this list, from 1."""
 GRAMMAR, KV_TRANSFER = semconv.SPAN_GRAMMAR, semconv.SPAN_KV_TRANSFER

@@ -1,0 +1,212 @@
+"""Follows the items of requests through the application's queues: asyncio.Queue, queue.Queue and their subclasses.
+
+    a request puts an item ─▶ `queue wait` ─▶ a worker takes it: what it does next is this request's work (`tracing.work`)
+
+An item stays the object that it is: who put it is noted beside the queue. A queue whose items come back to their own
+request after a model was called, such as a streamer's, is left alone. So is an item that a request takes while it is
+served itself: the queue is a pool of connections, for example. `queue.SimpleQueue` is compiled, so it is not followed.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from otel_infer import _clock
+from otel_infer.instrumentation.hooks.instrumentor import Instrumentor
+from otel_infer.instrumentation.hooks.probe import Hook
+from otel_infer.ringbuffer import events
+from otel_infer.tracing import context
+from otel_infer.tracing.deferred_request import DeferredRequest
+from otel_infer.tracing.request_span import REQUEST_KEY, RequestSpan
+from otel_infer.tracing.work import Work, Worker, attach_work, find_worker, is_task
+
+STATE_ATTRIBUTE = "otel_infer_state"
+MAX_FORGOTTEN = 64
+"""Items that may have left a queue unseen before all notes about it are dropped."""
+_HAS_INNER_TASKS = sys.version_info < (3, 12)
+"""Whether `asyncio.wait_for` takes an item in a task of its own."""
+Request = RequestSpan | DeferredRequest
+
+instrumentor = Instrumentor("queues", "python", ("asyncio.queues", "queue"))
+
+
+class QueueState:
+    """What is known of a queue's items: by id, who put each and when. `result_of`: the request to which items come back."""
+
+    __slots__ = ("entries", "result_of")
+
+    def __init__(self) -> None:
+        self.entries: dict[int, list[tuple[Request, int]]] = {}
+        self.result_of: Request | None = None
+
+    def note_put(self, item: Any, request: Request, queue: Any) -> None:
+        """Notes who put an item into the queue."""
+        if len(self.entries) > MAX_FORGOTTEN and len(self.entries) > queue.qsize() + MAX_FORGOTTEN:
+            self.entries.clear()
+        self.entries.setdefault(id(item), []).append((request, _clock.now()))
+
+    def pop_entry(self, item: Any) -> tuple[Request, int] | None:
+        """Returns who put an item, and when; None if it is unknown."""
+        entries = self.entries.get(id(item))
+        if not entries:
+            return None
+        entry = entries.pop(0)
+        if not entries:
+            del self.entries[id(item)]
+        return entry
+
+
+def note_put(queue: Any, item: Any) -> QueueState | None:
+    """Notes that the current request, if there is one, puts an item. Returns where that is noted."""
+    found = context.current_context().get(REQUEST_KEY)
+    if found is None:
+        return None
+    if type(found) is Work:
+        found = found.find_single()
+    if found is None or found.ended:
+        return None
+    state = queue.__dict__.get(STATE_ATTRIBUTE)
+    if state is None:
+        state = queue.__dict__[STATE_ATTRIBUTE] = QueueState()
+    if state.result_of is not None:
+        if state.result_of is found:
+            return None
+        state.result_of = None
+    state.note_put(item, found, queue)
+    return state
+
+
+def note_take(queue: Any, item: Any) -> None:
+    """Ends the wait of the item that was taken here, and makes its request the worker's work."""
+    state = queue.__dict__.get(STATE_ATTRIBUTE)
+    if state is None or state.result_of is not None:
+        return
+    current = context.current_context().get(REQUEST_KEY)
+    entry = state.pop_entry(item)
+    request, put_at = entry if entry is not None else (None, 0)
+    if request is not None and request.ended:
+        request = None
+    is_worker = type(current) is Work
+    if current is not None and not is_worker and not current.ended:
+        if request is None or request is not current:
+            return  # it is served itself, and takes what another request has put back
+        if _has_model(request):
+            state.result_of = request
+            state.entries.clear()
+            return
+    elif request is not None and is_worker and _has_model(request) and request is current.find_single():
+        return
+    if request is not None and not _has_model(request):
+        request.record_event(events.StageEnded(_clock.now(), put_at, events.QUEUE_WAIT, 0))
+    if request is None and not is_worker:
+        return
+    _take_for_worker(current if is_worker else None, request)
+
+
+def _take_for_worker(work: Work | None, request: Request | None) -> None:
+    """Makes the request what the worker works for, perhaps with others in a batch."""
+    key = find_worker()
+    if work is None or (work.worker.key != key and not (_HAS_INNER_TASKS and is_task(key))):
+        work = Work(Worker(key))
+    elif work.worker.key != key:
+        work.take(request)
+        return
+    attach_work(work.take_next(request))
+
+
+def _has_model(request: Request) -> bool:
+    """Returns whether a model was called for this request."""
+    return isinstance(request, RequestSpan) and bool(
+        request.engine or request.is_named or request.has_forward_name
+    )
+
+
+# ── hooks ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _patch_put(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+    def put(self: Any, item: Any, *args: Any, **kwargs: Any) -> Any:
+        state = None
+        if hook.alive:
+            try:
+                state = note_put(self, item)
+            except Exception as exc:
+                hook.count_failure(exc)
+        if state is None:
+            return original(self, item, *args, **kwargs)
+        try:
+            return original(self, item, *args, **kwargs)
+        except BaseException:  # the queue is full
+            state.pop_entry(item)
+            raise
+
+    return put
+
+
+def _patch_take(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+    def take(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            item = original(self, *args, **kwargs)
+        except BaseException:
+            _note_wait(hook)
+            raise
+        if hook.alive:
+            try:
+                note_take(self, item)
+            except Exception as exc:
+                hook.count_failure(exc)
+        return item
+
+    return take
+
+
+def _note_wait(hook: Hook) -> None:
+    """Notes that a worker got no further item: the queue was empty, or its wait was cancelled."""
+    try:
+        work = context.current_context().get(REQUEST_KEY) if hook.alive else None
+        if type(work) is Work and work.continues():
+            work.worker.waited_until = _clock.now()
+    except Exception as exc:
+        hook.count_failure(exc)
+
+
+def _patch_async_get(original: Callable[..., Awaitable[Any]], hook: Hook) -> Callable[..., Awaitable[Any]]:
+    async def get_and_note_wait(self: Any) -> Any:
+        try:
+            return await original(self)
+        except BaseException:
+            _note_wait(hook)
+            raise
+
+    def get(self: Any) -> Awaitable[Any]:
+        if hook.alive:
+            try:
+                _prepare_worker()
+            except Exception as exc:
+                hook.count_failure(exc)
+            return get_and_note_wait(self)
+        return original(self)
+
+    return get
+
+
+def _prepare_worker() -> None:
+    """Lets an inner task, in which `asyncio.wait_for` takes an item before Python 3.12, share the worker's work."""
+    if not _HAS_INNER_TASKS:
+        return
+    current = context.current_context().get(REQUEST_KEY)
+    key = find_worker()
+    if current is None or (type(current) is Work and current.worker.key != key) or current.ended:
+        attach_work(Work(Worker(key)))
+
+
+for _target, _wrap in (
+    ("asyncio.queues:Queue.put_nowait", _patch_put),
+    ("asyncio.queues:Queue.get_nowait", _patch_take),
+    ("asyncio.queues:Queue.get", _patch_async_get),
+):
+    instrumentor.patch_hot_path(_target, part="asyncio")(_wrap)
+for _target, _wrap in (("queue:Queue.put", _patch_put), ("queue:Queue.get", _patch_take)):
+    instrumentor.patch_hot_path(_target, part="threads")(_wrap)

@@ -1,0 +1,65 @@
+"""The requests of one batch, recorded as one: each event and each stage is recorded for every request."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from otel_infer import _clock
+from otel_infer.tracing.request_span import RequestSpan
+
+MAX_LINKS = 16
+"""Requests of a batch that the first one is linked to."""
+
+
+class BatchRequest(RequestSpan):
+    """The requests of a batch. `members`: in the order in which their items were taken; they close themselves."""
+
+    def __init__(self, members: Sequence[RequestSpan]) -> None:
+        self.members = tuple(members)
+        self._span_ids, self.around, self.owner = members[0]._span_ids, members[0].around, "batch"
+        self.handle, self.arrived_at, self.has_server = members[0].handle, members[0].arrived_at, False
+        self.provider_spans = None
+        self.operation, self.is_named = members[0].operation, all(member.is_named for member in members)
+
+    @property
+    def packed(self) -> bytes:
+        return b"".join([member.packed for member in self.members])
+
+    def record_event(self, event: Any) -> None:
+        for member in self.members:
+            member.record_event(event)
+
+    def record_stage(self, name: str, started_at: int, items: int = 0) -> None:
+        at = _clock.now()
+        for member in self.members:
+            member._write_stage(at, name, started_at, items)
+
+    def record_token_reached(self) -> None:
+        for member in self.members:
+            member.record_token_reached()
+
+    def record_submitted(
+        self, engine: str, sequences: int = 1, input_tokens: int = 0, max_tokens: int = 0
+    ) -> None:
+        count = len(self.members)
+        for member in self.members:
+            member.record_submitted(engine, max(sequences // count, 1), input_tokens // count, max_tokens)
+
+    def set_operation(self, operation: str = "", provider: str = "", model: str = "") -> None:
+        for member in self.members:
+            if not (member.is_named or member.has_forward_name):
+                member.set_operation(operation, provider, model)
+                member.is_named = True
+
+    def set_engine_error(self, error_type: str) -> None:
+        for member in self.members:
+            member.set_engine_error(error_type)
+
+    def link_members(self) -> None:
+        """Links the first request to the others, and each of them to the first."""
+        first, *others = self.members
+        for other in others:
+            other.add_link(first.own_span_context())
+        for other in others[:MAX_LINKS]:
+            first.add_link(other.own_span_context())

@@ -1,0 +1,148 @@
+"""What a worker works for: the requests whose items it has taken from a queue since its last call of a model.
+
+    request A ─ put ─▶ queue ─ take ─┐
+    request B ─ put ─▶ queue ─ take ─┴─▶ a worker's work: A and B ─ call of a model ─▶ a stage of both, their batch
+
+It takes the place of a request in the context of the worker, which is a thread or a task that serves many requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import NamedTuple
+
+from opentelemetry.context import Context
+
+from otel_infer import _clock
+from otel_infer.ringbuffer import events
+from otel_infer.tracing import context
+from otel_infer.tracing.batch_request import BatchRequest
+from otel_infer.tracing.deferred_request import DeferredRequest
+from otel_infer.tracing.request_span import REQUEST_KEY, RequestSpan
+
+MAX_MEMBERS = 1024
+
+
+class TakenItem(NamedTuple):
+    """An item of a request, and when it was taken (monotonic ns)."""
+
+    request: RequestSpan | DeferredRequest
+    taken_at: int
+
+
+class Worker:
+    """A thread or task that takes items. `key`: of `find_worker`.
+
+    `waited_until`: when it last waited for more items. `starts_children`: it starts a task or thread for each item, which
+    was seen when one of them called a model for an item after which others had been taken.
+    """
+
+    __slots__ = ("key", "starts_children", "waited_until")
+
+    def __init__(self, key: int) -> None:
+        self.key, self.waited_until, self.starts_children = key, 0, False
+
+
+class Work:
+    """What a worker, and what it starts, works for: the last item that it took, and those of the same batch."""
+
+    __slots__ = ("_current", "_has_successor", "_is_called", "_items", "worker")
+
+    ended = False
+
+    def __init__(self, worker: Worker) -> None:
+        self.worker = worker
+        self._items: tuple[TakenItem, ...] = ()
+        self._is_called = self._has_successor = False
+        self._current: RequestSpan | None = None
+
+    def take(self, request: RequestSpan | DeferredRequest | None) -> None:
+        """Adds the request of an item that was just taken; None if the item is of no request that is recorded.
+
+        A call of a model ends a batch, so items that are taken afterwards are of the next one.
+        """
+        items = self._items if self.continues() else ()
+        self._is_called, self._current = False, None
+        if request is not None:
+            items = tuple(item for item in items[-MAX_MEMBERS:] if not item.request.ended)
+            items += (TakenItem(request, _clock.now()),)
+        self._items = items
+
+    def take_next(self, request: RequestSpan | DeferredRequest | None) -> Work:
+        """Returns the work after a further item. Children that began before keep this one."""
+        following = Work(self.worker)
+        if self.continues():
+            following._items, self._has_successor = self._items, True
+        following.take(request)
+        return following
+
+    def continues(self) -> bool:
+        """Returns whether items that are taken now are of the same batch."""
+        return bool(self._items) and not self._is_called and not self.worker.starts_children
+
+    def open(self) -> RequestSpan | None:
+        """Returns the request that is worked for, or the batch; None if there is none."""
+        current = self._current
+        if current is None or current.ended:
+            items = self._items[-1:] if self.worker.starts_children else self._items
+            opened = [
+                item.request.open() if isinstance(item.request, DeferredRequest) else item.request
+                for item in items
+            ]
+            members = list(dict.fromkeys(member for member in opened if member and not member.ended))
+            current = BatchRequest(members) if len(members) > 1 else (members[0] if members else None)
+            self._current = current
+        return current
+
+    def find_single(self) -> RequestSpan | DeferredRequest | None:
+        """Returns the only request that is worked for, which may be deferred; None if there is none, or several."""
+        items = self._items[-1:] if self.worker.starts_children else self._items
+        alive = [item.request for item in items if not item.request.ended]
+        return alive[0] if len(alive) == 1 else None
+
+    def begin_call(self) -> RequestSpan | None:
+        """Returns what a model is called for, and records how long its requests waited for the batch to be complete."""
+        if self._has_successor and not self.worker.starts_children and find_worker() != self.worker.key:
+            self.worker.starts_children, self._current = True, None
+        current = self.open()
+        if self._is_called or current is None:
+            return current
+        self._is_called = True
+        items = self._items[-1:] if self.worker.starts_children else self._items
+        complete_at = max(self.worker.waited_until, items[-1].taken_at)
+        for item in items:
+            request = item.request.opened if isinstance(item.request, DeferredRequest) else item.request
+            if request is not None and item.taken_at < complete_at:
+                request.record_event(
+                    events.StageEnded(complete_at, item.taken_at, events.BATCH_WAIT, len(items))
+                )
+        if isinstance(current, BatchRequest):
+            current.link_members()
+        return current
+
+
+def is_task(key: int) -> bool:
+    """Returns whether a key of `find_worker` is a task's."""
+    return key > 0
+
+
+def find_worker() -> int:
+    """Returns the key of what runs here: of the task, else of the thread."""
+    if asyncio._get_running_loop() is not None:
+        task = asyncio.current_task()
+        if task is not None:
+            return id(task)
+    return -threading.get_ident()
+
+
+def attach_work(work: Work | None) -> None:
+    """Makes this the work of the worker that runs here, until it takes another item; None = it has none."""
+    around = {key: value for key, value in context.current_context().items() if key != REQUEST_KEY}
+    around.pop(context.SPAN_KEY, None)
+    if work is not None:
+        around[REQUEST_KEY] = work
+        single = work.find_single()
+        if isinstance(single, RequestSpan):
+            around[context.SPAN_KEY] = single
+    context.attach(Context(around))

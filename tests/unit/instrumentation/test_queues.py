@@ -1,0 +1,328 @@
+"""Items of requests in the application's queues: the wait, the worker's work, batches, and queues that are left alone."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from opentelemetry.context import Context
+
+from otel_infer.assembly.records.request import RequestRecord
+from otel_infer.instrumentation import queues
+from otel_infer.instrumentation import threading as thread_hooks
+from otel_infer.ringbuffer import events
+from otel_infer.tracing import start
+from otel_infer.tracing.context import attach, detach
+from otel_infer.tracing.request_span import RequestSpan
+from tests.support.rings import Recording, stages_of
+
+WAIT_S = 0.03
+MS = 1_000_000
+
+
+@pytest.fixture
+def recording() -> Iterator[Recording]:
+    for instrumentor in (thread_hooks.instrumentor, queues.instrumentor):
+        instrumentor.install()
+        assert instrumentor.status.drift is None
+    recording = Recording()
+    token = attach(Context())
+    yield recording
+    detach(token)
+    recording.stop()
+    for instrumentor in (queues.instrumentor, thread_hooks.instrumentor):
+        instrumentor.remove()
+
+
+def call_model() -> list[str]:
+    """Does what a hook on a model does. Returns the names of the requests that it is called for."""
+    started_at = time.monotonic_ns()
+    request = start.begin_model_call()
+    if request is None:
+        return []
+    time.sleep(0.002)
+    request.set_operation("inference", "torch", "scorer")
+    request.is_named = True
+    request.record_stage(events.FORWARD, started_at, 1)
+    return [member.arrived_name for member in getattr(request, "members", (request,))]  # type: ignore[attr-defined]
+
+
+def open_request(name: str) -> RequestSpan:
+    request = start.open_request(name, owner="test", operation="inference")
+    assert request is not None
+    request.arrived_name = name  # type: ignore[attr-defined]
+    return request
+
+
+async def handle(name: str, work: asyncio.Queue[Any]) -> Any:
+    """A handler: puts its item and a future into the queue, and waits for the result."""
+    request = open_request(name)
+    request.attach()
+    future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+    await work.put((name, future))
+    result = await future
+    request.close()
+    return result
+
+
+def by_name(recording: Recording) -> dict[str, RequestRecord]:
+    return {record.name: record for record in recording.records()}
+
+
+def length_of(record: RequestRecord, name: str) -> float:
+    (stage,) = [stage for stage in record.stages if stage.name == name]
+    return (stage.ended_at - stage.started_at) / MS
+
+
+async def run_async(
+    worker: Callable[[asyncio.Queue[Any]], Any], names: str, pause_s: float = 0.0
+) -> list[Any]:
+    """Runs a worker and one handler per name, one after the other begun. Returns the handlers' results."""
+    work: asyncio.Queue[Any] = asyncio.Queue()
+    task = asyncio.create_task(worker(work))
+    handlers = []
+    for name in names:
+        handlers.append(asyncio.create_task(handle(name, work)))
+        await asyncio.sleep(pause_s)
+    results = await asyncio.gather(*handlers)
+    task.cancel()
+    return results
+
+
+async def work_one_by_one(work: asyncio.Queue[Any]) -> None:
+    while True:
+        _, future = await work.get()
+        await asyncio.sleep(WAIT_S)
+        future.set_result(call_model())
+
+
+def test_what_a_worker_does_belongs_to_the_request_whose_item_it_took(recording: Recording) -> None:
+    assert asyncio.run(run_async(work_one_by_one, "abc")) == [["a"], ["b"], ["c"]]
+    records = by_name(recording)
+    assert [stages_of(records[name])[:1] for name in "abc"] == [["queue wait"]] * 3
+    assert "forward" in stages_of(records["c"])
+    assert length_of(records["a"], "queue wait") < 10 < 40 < length_of(records["c"], "queue wait")
+
+
+async def work_in_batches(work: asyncio.Queue[Any]) -> None:
+    """The usual batcher: the first item, then more until a window has passed."""
+    while True:
+        batch = [await work.get()]
+        until = time.monotonic() + WAIT_S
+        while (left := until - time.monotonic()) > 0:
+            try:
+                batch.append(await asyncio.wait_for(work.get(), left))
+            except TimeoutError:
+                break
+        names = call_model()
+        for _, future in batch:
+            future.set_result(names)
+
+
+def test_items_taken_before_one_call_are_a_batch(recording: Recording) -> None:
+    results = asyncio.run(run_async(work_in_batches, "abc", pause_s=0.005))
+    assert results == [["a", "b", "c"]] * 3
+    records = by_name(recording)
+    for name in "abc":
+        assert stages_of(records[name]) == ["queue wait", "batch wait", "forward"]
+        (wait,) = [stage for stage in records[name].stages if stage.name == "batch wait"]
+        assert wait.attributes == {"infer.items": 3}
+    assert length_of(records["a"], "batch wait") > length_of(records["c"], "batch wait") + 5
+    linked = {name: {link.span_id for link in records[name].links} for name in "abc"}
+    assert linked["a"] == {records["b"].span_id, records["c"].span_id}
+    assert linked["b"] == linked["c"] == {records["a"].span_id}
+
+
+def test_a_single_item_waits_for_others_that_do_not_come(recording: Recording) -> None:
+    assert asyncio.run(run_async(work_in_batches, "a")) == [["a"]]
+    assert length_of(by_name(recording)["a"], "batch wait") == pytest.approx(WAIT_S * 1e3, abs=8)
+
+
+def test_all_items_taken_by_wait_for_belong_to_their_requests(recording: Recording) -> None:
+    async def worker(work: asyncio.Queue[Any]) -> None:
+        while True:
+            try:
+                _, future = await asyncio.wait_for(work.get(), 0.01)
+            except TimeoutError:
+                continue
+            future.set_result(call_model())
+
+    assert asyncio.run(run_async(worker, "ab", pause_s=0.03)) == [["a"], ["b"]]
+
+
+def test_a_task_per_item_keeps_its_request(recording: Recording) -> None:
+    async def process(future: asyncio.Future[Any]) -> None:
+        await asyncio.sleep(WAIT_S)
+        future.set_result(call_model())
+
+    async def worker(work: asyncio.Queue[Any]) -> None:
+        tasks = []
+        while True:
+            _, future = await work.get()
+            tasks.append(asyncio.create_task(process(future)))
+
+    assert asyncio.run(run_async(worker, "abc", pause_s=0.005)) == [["a"], ["b"], ["c"]]
+
+
+class Threaded:
+    """A thread that takes items from a `queue.Queue`, and a thread per request that puts one."""
+
+    def __init__(self, work: Any, take: Callable[[Any], list[Any]]) -> None:
+        self.work, self.take = work, take
+        self.results: dict[str, Any] = {}
+
+    def serve(self) -> None:
+        while True:
+            batch = self.take(self.work)
+            if batch[-1] is None:
+                return
+            names = call_model()
+            for name, done in batch:
+                self.results[name] = names
+                done.set()
+
+    def handle(self, name: str) -> None:
+        request = open_request(name)
+        request.attach()
+        done = threading.Event()
+        self.work.put((name, done))
+        assert done.wait(5)
+        request.close()
+
+    def run(self, names: str, pause_s: float = 0.0) -> dict[str, Any]:
+        server = threading.Thread(target=self.serve)
+        server.start()
+        handlers = [threading.Thread(target=self.handle, args=name) for name in names]
+        for handler in handlers:
+            handler.start()
+            time.sleep(pause_s)
+        for handler in handlers:
+            handler.join()
+        self.work.put(None)
+        server.join()
+        return self.results
+
+
+def take_one(work: Any) -> list[Any]:
+    return [work.get()]
+
+
+def take_until_empty(work: Any) -> list[Any]:
+    batch = [work.get()]
+    while batch[-1] is not None:
+        try:
+            batch.append(work.get(timeout=WAIT_S))
+        except queue.Empty:
+            break
+    return batch
+
+
+@pytest.mark.parametrize("kind", [queue.Queue, queue.LifoQueue])
+def test_a_thread_works_for_the_request_whose_item_it_took(recording: Recording, kind: Any) -> None:
+    assert Threaded(kind(), take_one).run("abc", pause_s=0.01) == {"a": ["a"], "b": ["b"], "c": ["c"]}
+    records = by_name(recording)
+    assert [stages_of(records[name]) for name in "abc"] == [["queue wait", "forward"]] * 3
+
+
+def test_a_thread_calls_a_model_for_a_batch(recording: Recording) -> None:
+    results = Threaded(queue.Queue(), take_until_empty).run("abc", pause_s=0.005)
+    assert results == {name: ["a", "b", "c"] for name in "abc"}
+
+
+def test_an_item_stays_the_object_that_it_is(recording: Recording) -> None:
+    work: queue.Queue[Any] = queue.Queue()
+    item = object()
+    request = open_request("a")
+    request.attach()
+    work.put(item)
+    assert work.qsize() == 1 and list(work.queue) == [item]
+    assert work.get() is item
+
+
+def test_a_queue_of_results_is_left_alone(recording: Recording) -> None:
+    """A streamer: a thread of the request puts tokens, and the request takes them."""
+    request = open_request("a")
+    request.attach()
+    tokens: queue.Queue[Any] = queue.Queue()
+
+    def generate() -> None:
+        call_model()
+        for token in range(5):
+            tokens.put(token)
+
+    thread = threading.Thread(target=generate)
+    thread.start()
+    assert [tokens.get() for _ in range(5)] == list(range(5))
+    thread.join()
+    assert start.current_request() is request
+    assert tokens.otel_infer_state.entries == {}  # type: ignore[attr-defined]
+    request.close()
+    assert stages_of(by_name(recording)["a"]) == ["forward"]
+
+
+def test_a_pool_of_connections_lends_no_request(recording: Recording) -> None:
+    pool: queue.Queue[Any] = queue.Queue()
+    other = open_request("other")
+    token = other.attach()
+    pool.put("connection")
+    detach(token)
+    request = open_request("a")
+    request.attach()
+    assert pool.get() == "connection"
+    assert start.current_request() is request
+
+
+def test_an_item_of_no_request_frees_the_worker(recording: Recording) -> None:
+    work: queue.Queue[Any] = queue.Queue()
+    request = open_request("a")
+    token = request.attach()
+    work.put("item")
+    detach(token)
+    assert work.get() == "item"
+    assert start.current_request() is request
+    request.close()
+    work.put("start-up")
+    work.get()
+    assert start.current_request() is None
+
+
+def test_a_worker_that_the_first_request_started_serves_the_others(recording: Recording) -> None:
+    work: queue.Queue[Any] = queue.Queue()
+    results: dict[str, Any] = {}
+
+    def serve() -> None:
+        while (item := work.get()) is not None:
+            results[item[0]] = call_model()
+            item[1].set()
+
+    def handle(name: str) -> None:
+        request = open_request(name)
+        request.attach()
+        if name == "a":
+            threading.Thread(target=serve).start()
+        done = threading.Event()
+        work.put((name, done))
+        assert done.wait(5)
+        request.close()
+
+    for name in "abc":
+        handler = threading.Thread(target=handle, args=name)
+        handler.start()
+        handler.join()
+    work.put(None)
+    assert results == {"a": ["a"], "b": ["b"], "c": ["c"]}
+
+
+def test_a_full_queue_keeps_its_own_exception(recording: Recording) -> None:
+    work: queue.Queue[Any] = queue.Queue(1)
+    request = open_request("a")
+    request.attach()
+    work.put(1)
+    with pytest.raises(queue.Full):
+        work.put(2, block=False)
+    assert len(work.otel_infer_state.entries) == 1  # type: ignore[attr-defined]
