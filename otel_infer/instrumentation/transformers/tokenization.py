@@ -19,9 +19,6 @@ from otel_infer.instrumentation.transformers._instrumentor import ENGINE, instru
 from otel_infer.instrumentation.transformers.generation_run import compiled_state, thread_state
 from otel_infer.ringbuffer import events
 from otel_infer.tracing import start
-from otel_infer.tracing.context import current_context
-from otel_infer.tracing.deferred_request import DeferredRequest
-from otel_infer.tracing.request_span import REQUEST_KEY
 
 _TOKENIZER = "transformers.tokenization_utils_base:PreTrainedTokenizerBase"
 _PROCESSOR = "transformers.processing_utils:ProcessorMixin"
@@ -31,10 +28,8 @@ def _wrap_tokenize(original: Callable[..., Any], hook: Hook) -> Callable[..., An
     def tokenize_input(*args: Any, **kwargs: Any) -> Any:
         if tokenizer_call.busy or not hook.alive:
             return original(*args, **kwargs)
-        request = current_context().get(REQUEST_KEY)
-        if type(request) is DeferredRequest:
-            request = request.open()
-        if request is None or request.ended or request.tokenizing:
+        request = start.current_request()
+        if request is None or request.tokenizing:
             return original(*args, **kwargs)
         started_at = _clock.now()
         tokenizer_call.busy = True
