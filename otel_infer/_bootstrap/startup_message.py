@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from otel_infer._version import VERSION
 from otel_infer.config.environment import Config
 from otel_infer.config.redaction import redact_url
+from otel_infer.instrumentation import unseen_libraries
 from otel_infer.instrumentation.hooks.instrumentor import InstrumentorStatus
 
 BYTES_PER_STEP_SPAN = 125
@@ -32,6 +33,9 @@ def format_message(
         _format_volume(settings),
         "off: OTEL_INFER_ENABLED=off",
     ]
+    unseen = [library.module for library in unseen_libraries.find_imported()]
+    if unseen:
+        parts.insert(1, f"not followed: {', '.join(unseen)} (see `otel-infer doctor`)")
     if mismatches:
         parts.insert(1, "mismatch: " + "; ".join(mismatches) + " (see `otel-infer doctor`)")
     return " · ".join(parts)

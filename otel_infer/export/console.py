@@ -12,6 +12,8 @@ from otel_infer.assembly.records.request import RequestRecord
 from otel_infer.export.spans import startup, tree
 from otel_infer.ringbuffer import events
 
+NO_STAGES = "no model was seen: `otel-infer doctor` names what is not followed"
+
 
 def format_duration(ns: float) -> str:
     """Returns `0.4 ms`, `12 ms` or `13.2 s`: seconds from 10 s, one decimal in seconds and below 10 ms."""
@@ -47,7 +49,7 @@ def format_request(record: RequestRecord) -> str:
         parts.append(
             f"{100 * record.breakdown.causes[top] / record.duration_ns:.0f} % {top.replace('_', ' ')}"
         )
-    return f"{'  '.join(parts)}  [{stages}]"
+    return f"{'  '.join(parts)}  [{stages or NO_STAGES}]"
 
 
 def format_start(record: StartRecord) -> str:

@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from otel_infer import _clock
+from otel_infer.instrumentation.hooks.context_hooks import compile_queue_take, compile_thread_work
 from otel_infer.instrumentation.hooks.instrumentor import Instrumentor
 from otel_infer.instrumentation.hooks.probe import Hook
 from otel_infer.ringbuffer import events
@@ -67,7 +68,7 @@ def note_put(queue: Any, item: Any) -> QueueState | None:
         found = found.find_single()
     if found is None or found.ended:
         return None
-    state = queue.__dict__.get(STATE_ATTRIBUTE)
+    state: QueueState | None = queue.__dict__.get(STATE_ATTRIBUTE)
     if state is None:
         state = queue.__dict__[STATE_ATTRIBUTE] = QueueState()
     if state.result_of is not None:
@@ -142,54 +143,55 @@ def _patch_put(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
             state.pop_entry(item)
             raise
 
-    return put
+    return compile_thread_work(original, hook, put)
 
 
 def _patch_take(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+    def end_take(queue: Any, item: Any, is_taken: bool) -> None:
+        try:
+            if is_taken:
+                note_take(queue, item)
+            else:
+                _note_wait()
+        except Exception as exc:
+            hook.count_failure(exc)
+
     def take(self: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             item = original(self, *args, **kwargs)
         except BaseException:
-            _note_wait(hook)
+            if hook.alive:
+                end_take(self, None, False)
             raise
         if hook.alive:
-            try:
-                note_take(self, item)
-            except Exception as exc:
-                hook.count_failure(exc)
+            end_take(self, item, True)
         return item
 
-    return take
+    return compile_queue_take(original, hook, take, end_take)
 
 
-def _note_wait(hook: Hook) -> None:
-    """Notes that a worker got no further item: the queue was empty, or its wait was cancelled."""
-    try:
-        work = context.current_context().get(REQUEST_KEY) if hook.alive else None
-        if type(work) is Work and work.continues():
-            work.worker.waited_until = _clock.now()
-    except Exception as exc:
-        hook.count_failure(exc)
+def _note_wait() -> None:
+    """Notes that a worker got no further item: the queue was empty, or it has waited long enough."""
+    work = context.current_context().get(REQUEST_KEY)
+    if type(work) is Work and work.continues():
+        work.worker.waited_until = _clock.now()
 
 
-def _patch_async_get(original: Callable[..., Awaitable[Any]], hook: Hook) -> Callable[..., Awaitable[Any]]:
-    async def get_and_note_wait(self: Any) -> Any:
+def _patch_wait_for(original: Callable[..., Awaitable[Any]], hook: Hook) -> Callable[..., Awaitable[Any]]:
+    async def wait_for(fut: Any, *args: Any, **kwargs: Any) -> Any:
+        if not hook.alive or getattr(fut, "__name__", "") != "get":
+            return await original(fut, *args, **kwargs)
         try:
-            return await original(self)
-        except BaseException:
-            _note_wait(hook)
+            _prepare_worker()
+        except Exception as exc:
+            hook.count_failure(exc)
+        try:
+            return await original(fut, *args, **kwargs)
+        except TimeoutError:
+            _note_wait()
             raise
 
-    def get(self: Any) -> Awaitable[Any]:
-        if hook.alive:
-            try:
-                _prepare_worker()
-            except Exception as exc:
-                hook.count_failure(exc)
-            return get_and_note_wait(self)
-        return original(self)
-
-    return get
+    return wait_for
 
 
 def _prepare_worker() -> None:
@@ -205,7 +207,8 @@ def _prepare_worker() -> None:
 for _target, _wrap in (
     ("asyncio.queues:Queue.put_nowait", _patch_put),
     ("asyncio.queues:Queue.get_nowait", _patch_take),
-    ("asyncio.queues:Queue.get", _patch_async_get),
+    ("asyncio.tasks:wait_for", _patch_wait_for),
+    ("asyncio:wait_for", _patch_wait_for),
 ):
     instrumentor.patch_hot_path(_target, part="asyncio")(_wrap)
 for _target, _wrap in (("queue:Queue.put", _patch_put), ("queue:Queue.get", _patch_take)):

@@ -15,7 +15,7 @@ from otel_infer.cli.doctor import probe_process
 from otel_infer.cli.doctor.check import Check
 from otel_infer.config import environment
 from otel_infer.config.environment import Config
-from otel_infer.instrumentation import registry
+from otel_infer.instrumentation import registry, unseen_libraries
 from otel_infer.instrumentation.hooks.instrumentor import Instrumentor
 
 PROBE_TIMEOUT_S = 120.0
@@ -31,7 +31,17 @@ def check_instrumentations(settings: Config, imports: bool) -> list[Check]:
     else:
         statuses, error = list(run_probe({"excluded_urls": settings.excluded_urls, "imports": False})), ""
     checks = [check_instrumentor(status, is_disabled(status["name"], settings)) for status in statuses]
-    return [*checks, _report_aborted_import(len(statuses), error) if error else check_engine(statuses)]
+    checks.append(_report_aborted_import(len(statuses), error) if error else check_engine(statuses))
+    return [*checks, *check_unseen_libraries()]
+
+
+def check_unseen_libraries() -> list[Check]:
+    """Returns one check that names the installed libraries which no integration follows; none if there is none."""
+    libraries = unseen_libraries.find_installed()
+    if not libraries:
+        return []
+    found = "; ".join(f"{library.module}: {library.effect}" for library in libraries)
+    return [Check("not followed", "ok", f"{found} (only if your server uses it)")]
 
 
 def is_disabled(name: str, settings: Config) -> bool:

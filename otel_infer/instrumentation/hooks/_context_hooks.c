@@ -2,13 +2,14 @@
  *
  *     work for a thread    no request is current and torch is not suppressed: the original is called
  *     tokenizer            no request is current: the original is called; else the call is a stage of the request
+ *     take from a queue    no request has put an item into the queue: the original is called; else Python code follows it
  *
  * All else calls the hook's Python code, before anything is recorded.
  */
 #include "../../ringbuffer/_native.h"
 
-enum { DATA, INPUT_IDS, NUMEL, NAMES };
-static const char *const texts[NAMES] = {"data", "input_ids", "numel"};
+enum { DATA, INPUT_IDS, NUMEL, QUEUE_STATE, NAMES };
+static const char *const texts[NAMES] = {"data", "input_ids", "numel", "otel_infer_state"};
 static PyObject *names[NAMES];
 enum { RAISED = -1 };  /* `events.RAISED` */
 
@@ -139,7 +140,40 @@ static PyObject *give_work(CompiledHook *self, PyObject *arguments, PyObject *na
     return PyObject_Call(passes ? self->original : self->call_slowly, arguments, named);
 }
 
-const HookPlace context_places[] = {{"tokenizer", call_tokenizer}, {"work for a thread", give_work}, {NULL, NULL}};
+/* ── queues ────────────────────────────────────────────────────────────────────────────────────────────────── */
+
+static int has_state(PyObject *queue)
+{
+    PyObject *attributes = PyObject_GenericGetDict(queue, NULL);
+    int found = attributes != NULL && PyDict_Check(attributes) &&
+                PyDict_GetItemWithError(attributes, names[QUEUE_STATE]) != NULL;
+    Py_XDECREF(attributes);
+    PyErr_Clear();
+    return found;
+}
+
+/* A function that takes an item. Then `details(queue, item, is_taken)` is called, because the queue may have waited for the
+ * first item of a request. */
+static PyObject *take_item(CompiledHook *self, PyObject *arguments, PyObject *named)
+{
+    PyObject *type = NULL, *exc = NULL, *traceback = NULL, *done = Py_None;
+    PyObject *item = PyObject_Call(self->original, arguments, named);
+    if (item == NULL) PyErr_Fetch(&type, &exc, &traceback);
+    PyObject *queue = PyTuple_Size(arguments) > 0 ? PyTuple_GetItem(arguments, 0) : NULL;
+    if (queue != NULL && is_alive(self) && has_state(queue)) {
+        done = PyObject_CallFunctionObjArgs(self->details, queue, item == NULL ? Py_None : item,
+                                            item == NULL ? Py_False : Py_True, NULL);
+        Py_XDECREF(done);
+    }
+    if (done == NULL) {  /* a signal handler raised */
+        Py_CLEAR(item);
+        drop_exception(type, exc, traceback);
+    } else if (item == NULL) PyErr_Restore(type, exc, traceback);
+    return item;
+}
+
+const HookPlace context_places[] = {
+    {"tokenizer", call_tokenizer}, {"work for a thread", give_work}, {"take from a queue", take_item}, {NULL, NULL}};
 
 int add_context_types(PyObject *module)
 {

@@ -8,7 +8,7 @@ import os
 
 import pytest
 
-from otel_infer.export.console import Console, format_duration, format_request, format_start
+from otel_infer.export.console import NO_STAGES, Console, format_duration, format_request, format_start
 from otel_infer.ringbuffer import events
 from tests.support.starts import Starting, server
 from tests.support.story import Story
@@ -75,7 +75,7 @@ def test_failed_request_line_has_error_and_stage(http: bool, outcome: int, error
 def test_http_request_without_stages_has_a_line() -> None:
     story = Story()
     story.ends(3, story.arrives(0, operation=""))
-    assert lines(story) == "ca978112  POST /health  ok  3.0 ms  []\n"
+    assert lines(story) == f"ca978112  POST /health  ok  3.0 ms  [{NO_STAGES}]\n"
 
 
 def test_start_line_has_its_phases() -> None:

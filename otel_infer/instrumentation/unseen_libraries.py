@@ -1,0 +1,60 @@
+"""Names the libraries between a request and its model that no instrumentation follows, and what to do about each."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import sys
+from typing import NamedTuple
+
+
+class UnseenLibrary(NamedTuple):
+    """A library. `module`: its name on import. `effect`: what is missing of its requests."""
+
+    module: str
+    effect: str
+
+
+_WORKERS = "its jobs are requests of their own, and their wait is not seen"
+_WORKER_PROCESSES = "the model runs in its worker processes, apart from the HTTP request"
+_MODELS = "its models have no stage: put `otel_infer.stage` around their calls"
+UNSEEN_LIBRARIES = (
+    UnseenLibrary("litserve", _WORKER_PROCESSES),
+    UnseenLibrary("ray.serve", _WORKER_PROCESSES),
+    UnseenLibrary("bentoml", "batches of its dispatcher are not assigned to their requests"),
+    UnseenLibrary("mlserver", "adaptive batches are assigned to the wrong requests, and its gRPC and workers are not followed"),
+    UnseenLibrary("gradio", "a request ends when it is queued, before its function runs"),
+    UnseenLibrary("pytriton", "its requests are not seen: open them by `otel_infer.request`"),
+    UnseenLibrary("sglang", "its engine is not followed: HTTP requests only"),
+    UnseenLibrary("llama_cpp", "its engine is not followed: HTTP requests only"),
+    UnseenLibrary("celery", _WORKERS),
+    UnseenLibrary("rq", _WORKERS),
+    UnseenLibrary("arq", _WORKERS),
+    UnseenLibrary("dramatiq", _WORKERS),
+    UnseenLibrary("onnxruntime", _MODELS),
+    UnseenLibrary("openvino", _MODELS),
+    UnseenLibrary("ctranslate2", _MODELS),
+)  # fmt: skip
+"""In the order in which they are named."""
+
+
+def find_imported() -> list[UnseenLibrary]:
+    """Returns those that this process has imported."""
+    return [library for library in UNSEEN_LIBRARIES if library.module in sys.modules]
+
+
+def find_installed() -> list[UnseenLibrary]:
+    """Returns those that are installed. None of them is imported."""
+    return [library for library in UNSEEN_LIBRARIES if _is_installed(library.module)]
+
+
+def _is_installed(module: str) -> bool:
+    package, _, inner = module.partition(".")
+    try:
+        spec = importlib.util.find_spec(package)
+    except (ImportError, ValueError):  # a module in `sys.modules` that has no spec
+        return False
+    if spec is None or not inner:
+        return spec is not None
+    places = spec.submodule_search_locations or ()
+    return any(importlib.machinery.PathFinder.find_spec(module, [place]) is not None for place in places)

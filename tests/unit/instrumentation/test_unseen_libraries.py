@@ -1,0 +1,40 @@
+"""Libraries that no integration follows are named once they are imported, and where they are installed."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from otel_infer._bootstrap import startup_message
+from otel_infer.cli.doctor.instrumentations import check_unseen_libraries
+from otel_infer.config import environment
+from otel_infer.instrumentation import unseen_libraries
+
+
+def test_an_imported_library_is_in_the_startup_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "celery", ModuleType("celery"))
+    line = startup_message.format_message(environment.from_env({}), [], False, "")
+    assert "not followed: celery (see `otel-infer doctor`)" in line
+
+
+def test_an_installed_library_is_named_by_doctor_and_not_imported(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for package in ("rq", "ray"):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").write_text("raise SystemExit('imported')")
+    (tmp_path / "ray" / "serve.py").write_text("")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    names = [library.module for library in unseen_libraries.find_installed()]
+    assert {"rq", "ray.serve"} <= set(names)
+    (check,) = check_unseen_libraries()
+    assert check.state == "ok" and "rq: its jobs are requests of their own" in check.found
+    assert "rq" not in sys.modules
+
+
+def test_no_library_is_named_twice() -> None:
+    names = [library.module for library in unseen_libraries.UNSEEN_LIBRARIES]
+    assert len(set(names)) == len(names)
