@@ -13,7 +13,7 @@ from otel_infer import _clock
 from otel_infer.instrumentation.hooks.instrumentor import Instrumentor
 from otel_infer.instrumentation.hooks.probe import Hook
 from otel_infer.instrumentation.http_server.event_loop_lag import watch_event_loop
-from otel_infer.instrumentation.http_server.exchange import HttpExchange
+from otel_infer.instrumentation.http_server.exchange import HttpExchange, is_websocket
 from otel_infer.instrumentation.http_server.server_exchange import can_record
 from otel_infer.tracing.context import detach
 
@@ -90,7 +90,7 @@ def _has_middleware_of_opentelemetry(app: Any) -> bool:
 def _begin_exchange(incoming: Any, hook: Hook, handler: Handler) -> AiohttpExchange | None:
     """Returns the exchange that begins here; None if it is not recorded."""
     try:
-        if not can_record(hook) or incoming.headers.get("upgrade"):
+        if not can_record(hook) or is_websocket(incoming.headers):
             return None
         exchange = incoming[EXCHANGE_KEY] = AiohttpExchange(incoming, hook, handler)
         return exchange
@@ -130,13 +130,14 @@ def _patch_write(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]
     async def write(self: Any, data: Any) -> Any:
         incoming = self._req if hook.alive else None
         exchange = None if incoming is None else incoming.get(EXCHANGE_KEY)
-        if exchange is None or exchange.request is None:
+        request = None if exchange is None else exchange.request
+        if exchange is None or request is None:
             return await original(self, data)
         began_at = _clock.now()
         exchange.record_chunk(data, began_at)
         try:
             return await original(self, data)
         finally:
-            exchange.request.send_wait_ns += _clock.now() - began_at
+            request.send_wait_ns += _clock.now() - began_at
 
     return write

@@ -9,6 +9,7 @@ served itself: the queue is a pool of connections, for example. `queue.SimpleQue
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -34,13 +35,26 @@ instrumentor = Instrumentor("queues", "python", ("asyncio.queues", "queue"))
 
 
 class QueueState:
-    """What is known of a queue's items: by id, who put each and when. `result_of`: the request to which items come back."""
+    """What is known of a queue's items: by id, who put each and when.
 
-    __slots__ = ("entries", "result_of")
+    `result_of`: the request to which its items come back. `had_own_item`: a request has taken an item of its own.
+    """
+
+    __slots__ = ("entries", "had_own_item", "result_of")
 
     def __init__(self) -> None:
         self.entries: dict[int, list[tuple[Request, int]]] = {}
         self.result_of: Request | None = None
+        self.had_own_item = False
+
+    def comes_back(self, request: Request) -> bool:
+        """Returns whether an item that a request takes back shows that the queue is one of results."""
+        if _has_model(request) or self.had_own_item:
+            self.result_of = request
+            self.entries.clear()
+            return True
+        self.had_own_item = True  # or it has just started the worker that takes it
+        return False
 
     def note_put(self, item: Any, request: Request, queue: Any) -> None:
         """Notes who put an item into the queue."""
@@ -91,13 +105,9 @@ def note_take(queue: Any, item: Any) -> None:
         request = None
     is_worker = type(current) is Work
     if current is not None and not is_worker and not current.ended:
-        if request is None or request is not current:
+        if request is None or request is not current or state.comes_back(request):
             return  # it is served itself, and takes what another request has put back
-        if _has_model(request):
-            state.result_of = request
-            state.entries.clear()
-            return
-    elif request is not None and is_worker and _has_model(request) and request is current.find_single():
+    elif request is not None and is_worker and request is current.find_single() and state.comes_back(request):
         return
     if request is not None and not _has_model(request):
         request.record_event(events.StageEnded(_clock.now(), put_at, events.QUEUE_WAIT, 0))
@@ -179,7 +189,7 @@ def _note_wait() -> None:
 
 def _patch_wait_for(original: Callable[..., Awaitable[Any]], hook: Hook) -> Callable[..., Awaitable[Any]]:
     async def wait_for(fut: Any, *args: Any, **kwargs: Any) -> Any:
-        if not hook.alive or getattr(fut, "__name__", "") != "get":
+        if not hook.alive or getattr(fut, "cr_code", None) is not asyncio.Queue.get.__code__:
             return await original(fut, *args, **kwargs)
         try:
             _prepare_worker()

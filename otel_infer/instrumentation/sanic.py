@@ -18,7 +18,7 @@ from otel_infer.instrumentation.hooks.instrumentor import Instrumentor
 from otel_infer.instrumentation.hooks.probe import Hook
 from otel_infer.instrumentation.http_server.app_attribute import patch_app_attribute
 from otel_infer.instrumentation.http_server.event_loop_lag import watch_event_loop
-from otel_infer.instrumentation.http_server.exchange import HttpExchange
+from otel_infer.instrumentation.http_server.exchange import HttpExchange, is_websocket
 from otel_infer.instrumentation.http_server.server_exchange import can_record
 from otel_infer.tracing.context import detach
 
@@ -79,7 +79,7 @@ def _find_template(incoming: Any) -> str:
 def _begin_exchange(incoming: Any, hook: Hook) -> SanicExchange | None:
     """Returns the exchange that begins here; None if it is not recorded."""
     try:
-        if not can_record(hook) or incoming.headers.get("upgrade"):
+        if not can_record(hook) or is_websocket(incoming.headers):
             return None
         exchange = incoming.ctx.otel_infer_exchange = SanicExchange(incoming, hook)
         return exchange
@@ -134,7 +134,8 @@ def _patch_send(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     async def send(self: Any, *args: Any, **kwargs: Any) -> Any:
         incoming = getattr(self.stream, "request", None) if hook.alive else None
         exchange = _find_exchange(incoming)
-        if exchange is None or exchange.request is None:
+        request = None if exchange is None else exchange.request
+        if exchange is None or request is None:
             if incoming is not None:
                 _note_route_on_asgi(incoming, hook)
             return await original(self, *args, **kwargs)
@@ -143,7 +144,7 @@ def _patch_send(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
         try:
             return await original(self, *args, **kwargs)
         finally:
-            exchange.request.send_wait_ns += _clock.now() - began_at
+            request.send_wait_ns += _clock.now() - began_at
 
     return send
 

@@ -16,7 +16,7 @@ from otel_infer import _clock
 from otel_infer.instrumentation.hooks.instrumentor import Instrumentor
 from otel_infer.instrumentation.hooks.probe import Hook
 from otel_infer.instrumentation.http_server.event_loop_lag import watch_event_loop
-from otel_infer.instrumentation.http_server.exchange import HttpExchange
+from otel_infer.instrumentation.http_server.exchange import HttpExchange, is_websocket
 from otel_infer.instrumentation.http_server.server_exchange import can_record
 from otel_infer.tracing.context import detach
 
@@ -72,7 +72,7 @@ class TornadoExchange(HttpExchange):
 def _begin_exchange(handler: Any, hook: Hook) -> TornadoExchange | None:
     """Returns the exchange that begins here; None if it is not recorded."""
     try:
-        if not can_record(hook) or handler.request.headers.get("upgrade"):
+        if not can_record(hook) or is_websocket(handler.request.headers):
             return None
         exchange = handler.otel_infer_exchange = TornadoExchange(handler, hook)
         exchange.route = getattr(handler.request, "otel_infer_route", "")
@@ -134,8 +134,11 @@ def _patch_flush(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]
 def _patch_match(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     def match(self: Any, request: Any) -> Any:
         result = original(self, request)
-        if result is not None and hook.alive:
-            request.otel_infer_route = str(self.regex.pattern).removesuffix("$")
+        try:
+            if result is not None and hook.alive:
+                request.otel_infer_route = str(self.regex.pattern).removesuffix("$")
+        except Exception as exc:
+            hook.count_failure(exc)
         return result
 
     return match

@@ -23,37 +23,46 @@ class BatchRequest(RequestSpan):
         self.operation, self.is_named = members[0].operation, all(member.is_named for member in members)
 
     @property
+    def ended(self) -> bool:  # type: ignore[override]
+        """Whether all requests of the batch have ended."""
+        return all(member.ended for member in self.members)
+
+    @property
+    def _alive(self) -> list[RequestSpan]:
+        return [member for member in self.members if not member.ended]
+
+    @property
     def packed(self) -> bytes:
         return b"".join([member.packed for member in self.members])
 
     def record_event(self, event: Any) -> None:
-        for member in self.members:
+        for member in self._alive:
             member.record_event(event)
 
     def record_stage(self, name: str, started_at: int, items: int = 0) -> None:
         at = _clock.now()
-        for member in self.members:
+        for member in self._alive:
             member._write_stage(at, name, started_at, items)
 
     def record_token_reached(self) -> None:
-        for member in self.members:
+        for member in self._alive:
             member.record_token_reached()
 
     def record_submitted(
         self, engine: str, sequences: int = 1, input_tokens: int = 0, max_tokens: int = 0
     ) -> None:
         count = len(self.members)
-        for member in self.members:
+        for member in self._alive:
             member.record_submitted(engine, max(sequences // count, 1), input_tokens // count, max_tokens)
 
     def set_operation(self, operation: str = "", provider: str = "", model: str = "") -> None:
-        for member in self.members:
+        for member in self._alive:
             if not (member.is_named or member.has_forward_name):
                 member.set_operation(operation, provider, model)
                 member.is_named = True
 
     def set_engine_error(self, error_type: str) -> None:
-        for member in self.members:
+        for member in self._alive:
             member.set_engine_error(error_type)
 
     def link_members(self) -> None:

@@ -22,7 +22,7 @@ class DeferredRequest:
 
     __slots__ = ("_events", "_lock", "_open", "_request")
 
-    ended = responding = False
+    responding = False
     tokens_reached = 0
 
     def __init__(self, open_request: Callable[[], RequestSpan | None]) -> None:
@@ -41,6 +41,11 @@ class DeferredRequest:
                     for event in self._events:
                         request.record_event(event)
         return self._request
+
+    @property
+    def ended(self) -> bool:
+        """Whether it can no longer be opened, or the opened request has ended."""
+        return self._open is None if self._request is None else self._request.ended
 
     @property
     def opened(self) -> RequestSpan | None:

@@ -57,6 +57,8 @@ def _find_finished_request() -> RequestSpan | None:
     """Returns the request that this task or thread started in, if it has ended and no other span is current."""
     span = context.current_span()
     request = context.current_context().get(REQUEST_KEY)
+    if type(request) is Work:
+        request = request.single
     if isinstance(request, RequestSpan):
         is_finished = request.ended and not request.is_forked
         return request if is_finished and span is request.current_span else None

@@ -45,9 +45,12 @@ class Worker:
 
 
 class Work:
-    """What a worker, and what it starts, works for: the last item that it took, and those of the same batch."""
+    """What a worker, and what it starts, works for: the last item that it took, and those of the same batch.
 
-    __slots__ = ("_current", "_has_successor", "_is_called", "_items", "worker")
+    `single`: the request whose span is current in the worker; None while it works for none, or for several.
+    """
+
+    __slots__ = ("_current", "_has_successor", "_is_called", "_items", "single", "worker")
 
     ended = False
 
@@ -56,6 +59,7 @@ class Work:
         self._items: tuple[TakenItem, ...] = ()
         self._is_called = self._has_successor = False
         self._current: RequestSpan | None = None
+        self.single: RequestSpan | None = None
 
     def take(self, request: RequestSpan | DeferredRequest | None) -> None:
         """Adds the request of an item that was just taken; None if the item is of no request that is recorded.
@@ -136,13 +140,15 @@ def find_worker() -> int:
     return -threading.get_ident()
 
 
-def attach_work(work: Work | None) -> None:
-    """Makes this the work of the worker that runs here, until it takes another item; None = it has none."""
-    around = {key: value for key, value in context.current_context().items() if key != REQUEST_KEY}
-    around.pop(context.SPAN_KEY, None)
-    if work is not None:
-        around[REQUEST_KEY] = work
-        single = work.find_single()
-        if isinstance(single, RequestSpan):
-            around[context.SPAN_KEY] = single
-    context.attach(Context(around))
+def attach_work(work: Work) -> None:
+    """Makes this the work of the worker that runs here, until it takes another item. A span of the application stays."""
+    around = dict(context.current_context())
+    previous = around.pop(REQUEST_KEY, None)
+    owner = previous.single if type(previous) is Work else previous
+    if isinstance(owner, RequestSpan) and around.get(context.SPAN_KEY) is owner.current_span:
+        del around[context.SPAN_KEY]
+    single = work.find_single()
+    if isinstance(single, RequestSpan):
+        work.single = single
+        around.setdefault(context.SPAN_KEY, single.current_span)
+    context.attach(Context({**around, REQUEST_KEY: work}))

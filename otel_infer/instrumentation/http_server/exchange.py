@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from otel_infer import _clock
@@ -14,6 +15,11 @@ from otel_infer.ringbuffer.recorder import recorder
 from otel_infer.tracing import request_span
 
 _UNTRACED_METHODS = frozenset(events.UNTRACED_METHODS)
+
+
+def is_websocket(headers: Mapping[str, str]) -> bool:
+    """Returns whether these headers ask for a websocket. `headers`: with names in any case."""
+    return str(headers.get("upgrade") or "").lower() == "websocket"
 
 
 class HttpExchange(ServerExchange):

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from opentelemetry import trace
 from opentelemetry.context import Context
 
 from otel_infer.assembly.records.request import RequestRecord
@@ -316,6 +317,51 @@ def test_a_worker_that_the_first_request_started_serves_the_others(recording: Re
         handler.join()
     work.put(None)
     assert results == {"a": ["a"], "b": ["b"], "c": ["c"]}
+
+
+def test_a_call_after_the_end_of_its_request_is_linked_to_it(recording: Recording) -> None:
+    """A worker goes on after the response was sent: what it calls then is no part of that request."""
+    work: queue.Queue[Any] = queue.Queue()
+    request = open_request("a")
+    token = request.attach()
+    work.put("item")
+    detach(token)
+
+    def serve() -> None:
+        work.get()
+        request.close()
+        later = open_request("later")
+        later.close()
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    thread.join()
+    records = by_name(recording)
+    assert records["later"].trace_id != records["a"].trace_id
+    assert [link.span_id for link in records["later"].links] == [records["a"].span_id]
+
+
+def test_a_span_of_the_application_stays_current_in_a_worker(recording: Recording) -> None:
+    work: queue.Queue[Any] = queue.Queue()
+    token = open_request("a").attach()
+    work.put("item")
+    detach(token)
+    span = trace.NonRecordingSpan(trace.SpanContext(1, 2, False))
+    with trace.use_span(span):
+        work.get()
+        assert trace.get_current_span() is span
+
+
+def test_a_stream_of_an_unknown_model_is_left_alone(recording: Recording) -> None:
+    """The items that a request takes back itself are results from the second one on."""
+    request = open_request("a")
+    request.attach()
+    tokens: queue.Queue[Any] = queue.Queue()
+    for number in range(5):
+        tokens.put(number)
+        assert tokens.get() == number
+    request.close()
+    assert stages_of(by_name(recording)["a"]) == ["queue wait"]
 
 
 def test_a_full_queue_keeps_its_own_exception(recording: Recording) -> None:
