@@ -222,6 +222,9 @@ def _find_pre_engine_delay(served: list[RequestRecord], time: TimeByComplaint) -
     is_large = total >= _WAIT_SHARE * slow.reference_ns and total / count / NS_PER_MS >= _MIN_WAIT_MS
     if not is_large and not time.is_complaint(semconv.SYMPTOM_PRE_ENGINE):
         return []
+    rows = {id(record): row for row, record in enumerate(served)}
+    if sum(time.serialized[rows[id(record)]] for record in slow.records) > total / 2:
+        return [_describe_serialized(time)]
     cause = max(parts, key=lambda cause: parts[cause])
     return [Finding(semconv.SYMPTOM_PRE_ENGINE, cause, total / slow.lifetime_ns, [
         f"{total / slow.reference_ns:.0%} of {name_first_latency(slow.records)} of the slowest {count} requests is before the engine",

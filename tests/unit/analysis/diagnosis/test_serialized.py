@@ -12,7 +12,9 @@ from tests.unit.analysis.diagnosis.test_time_by_complaint import make_record
 CALL_MS = 100.0
 
 
-def serve_one_at_a_time(draw: random.Random, count: int = 60, every: float = 130.0) -> list[RequestRecord]:
+def serve_one_at_a_time(
+    draw: random.Random, count: int = 60, every: float = 130.0, call_ms: float = CALL_MS
+) -> list[RequestRecord]:
     """Returns requests of which one generates at a time; the others' code waits after tokenization."""
     at = free_at = 0.0
     records = []
@@ -20,13 +22,13 @@ def serve_one_at_a_time(draw: random.Random, count: int = 60, every: float = 130
         at += draw.expovariate(1 / every)
         ready = at + 3
         begin = max(ready, free_at + 0.5)
-        free_at = begin + CALL_MS
+        free_at = begin + call_ms
         causes = {
             "ingress": 2,
             "tokenize": 1,
             "application": begin - ready,
             "prefill": 10,
-            "decode": CALL_MS - 10,
+            "decode": call_ms - 10,
         }
         records.append(make_record(at, {cause: ms for cause, ms in causes.items() if ms}))
     return records
@@ -58,6 +60,12 @@ def test_lock_is_found_in_the_order_of_calls() -> None:
         diagnosis = diagnose_requests(records)
         assert (diagnosis.verdict, diagnosis.findings[0].cause) == ("queueing", "lock_queue"), seed
         assert "one at a time" in diagnosis.findings[0].evidence[0]
+
+
+def test_short_waits_for_a_lock_are_no_slow_code() -> None:
+    for seed in range(10):
+        diagnosis = diagnose_requests(serve_one_at_a_time(random.Random(seed), every=70, call_ms=40))
+        assert diagnosis.verdict in ("queueing", "healthy"), seed
 
 
 def test_waits_are_as_long_as_measured() -> None:
