@@ -27,6 +27,13 @@ from otel_infer.tracing.work import Work, Worker, attach_work, find_worker, is_t
 STATE_ATTRIBUTE = "otel_infer_state"
 MAX_FORGOTTEN = 64
 """Items that may have left a queue unseen before all notes about it are dropped."""
+_LIBRARIES = frozenset(
+    (
+        "anyio", "asgiref", "concurrent", "gevent", "grpc", "gunicorn", "logging", "multiprocessing", "opentelemetry",
+        "sglang", "starlette", "torch", "tornado", "transformers", "uvicorn", "vllm", "waitress", "werkzeug",
+    )
+)  # fmt: skip
+"""Packages whose own queues are not followed: servers, pools and engines, which other hooks follow, and log handlers."""
 _HAS_INNER_TASKS = sys.version_info < (3, 12)
 """Whether `asyncio.wait_for` takes an item in a task of its own."""
 Request = RequestSpan | DeferredRequest
@@ -127,6 +134,14 @@ def _take_for_worker(work: Work | None, request: Request | None) -> None:
     attach_work(work.take_next(request))
 
 
+def _is_of_library(frame: Any) -> bool:
+    """Returns whether a library that is followed otherwise, or that serves no request, puts the item."""
+    while frame is not None and frame.f_globals.get("__name__") in ("asyncio.queues", "queue"):
+        frame = frame.f_back
+    module = "" if frame is None else str(frame.f_globals.get("__name__"))
+    return module.partition(".")[0] in _LIBRARIES
+
+
 def _has_model(request: Request) -> bool:
     """Returns whether a model was called for this request."""
     return isinstance(request, RequestSpan) and bool(
@@ -142,7 +157,7 @@ def _patch_put(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
         state = None
         if hook.alive:
             try:
-                state = note_put(self, item)
+                state = None if _is_of_library(sys._getframe(1)) else note_put(self, item)
             except Exception as exc:
                 hook.count_failure(exc)
         if state is None:
