@@ -316,7 +316,7 @@ class _Installation:
         self.reader = self._exit_finalizer = None
         request = start.find_request()
         if isinstance(request, DeferredRequest):
-            request.discard()
+            request.discard_after_fork()
         elif request is not None:
             # The parent process records the rest of this request; this process opens requests separately.
             request.ended = request.is_forked = True

@@ -12,10 +12,8 @@ import otel_infer.tracing  # noqa: F401  (loads OpenTelemetry's API, see `config
 from otel_infer import _clock
 from otel_infer.instrumentation.hooks.instrumentor import Instrumentor
 from otel_infer.instrumentation.hooks.probe import Hook
-from otel_infer.instrumentation.http_server.event_loop_lag import watch_event_loop
-from otel_infer.instrumentation.http_server.exchange import HttpExchange, is_websocket
+from otel_infer.instrumentation.http_server.exchange import TransportExchange, is_websocket
 from otel_infer.instrumentation.http_server.server_exchange import can_record
-from otel_infer.tracing.context import detach
 
 EXCHANGE_KEY = "otel_infer.exchange"
 Handler = Callable[[Any], Awaitable[Any]]
@@ -23,34 +21,20 @@ Handler = Callable[[Any], Awaitable[Any]]
 instrumentor = Instrumentor("aiohttp", "aiohttp", ("aiohttp.web_protocol",))
 
 
-class AiohttpExchange(HttpExchange):
-    """One HTTP request of aiohttp.web. `incoming`: aiohttp's request."""
+class AiohttpExchange(TransportExchange):
+    """One HTTP request of aiohttp.web."""
 
-    __slots__ = ("incoming",)
+    __slots__ = ()
 
     owner = "aiohttp"
 
     def __init__(self, incoming: Any, hook: Hook, handler: Handler) -> None:
-        self.incoming = incoming
         has_other_span = _has_middleware_of_opentelemetry(getattr(handler, "__self__", None))
-        super().__init__(hook, incoming.method, incoming.scheme, has_other_span)
+        super().__init__(incoming, hook, has_other_span)
         self.is_counted_elsewhere = has_other_span
-        watch_event_loop()
 
     def list_headers(self) -> list[tuple[bytes, bytes]]:
         return [(name.lower(), value) for name, value in self.incoming.raw_headers]
-
-    def find_path(self) -> str:
-        return str(self.incoming.path)
-
-    def find_socket(self) -> Any:
-        transport = self.incoming.transport
-        return None if transport is None else transport.get_extra_info("socket")
-
-    def has_client_left(self, exc: BaseException | None) -> bool:
-        """Returns whether the connection closed before the last byte."""
-        transport = self.incoming.transport
-        return not self.completed_at and (transport is None or transport.is_closing())
 
     def follow_handler(self, handler: Handler) -> Handler:
         """Returns the application's handler, which notes its exception, or that the response begins, on the way."""
@@ -107,18 +91,11 @@ def _patch_handle_request(original: Callable[..., Any], hook: Hook) -> Callable[
         exchange = _begin_exchange(request, hook, request_handler)
         if exchange is None:
             return await original(self, request, start_time, request_handler)
-        token = exchange.attach()
-        try:
+        with exchange:
             response, is_reset = result = await original(
                 self, request, start_time, exchange.follow_handler(request_handler)
             )
             exchange.record_response(response, not is_reset)
-        except BaseException as exc:
-            exchange.end(exc)
-            raise
-        finally:
-            if token is not None:
-                detach(token)
         exchange.end()
         return result
 

@@ -2,7 +2,7 @@
 
     grpc.server, grpc.aio.server ─▶ an interceptor ─▶ the method's handler, wrapped ─▶ its response, or each message
 
-A call arrives when it is intercepted. On a threaded server it then waits for a thread of the pool. It ends when its handler
+A call arrives when the server looks up its method. On a threaded server it then waits for a thread of the pool. It ends when its handler
 has returned, or its last message was taken. Calls of gRPC's own services (health, reflection) have no span.
 """
 
@@ -19,11 +19,10 @@ from otel_infer import _clock
 from otel_infer.instrumentation.hooks.instrumentor import Instrumentor
 from otel_infer.instrumentation.hooks.probe import Hook
 from otel_infer.instrumentation.http_server.event_loop_lag import watch_event_loop
-from otel_infer.instrumentation.http_server.server_exchange import ServerExchange, can_record
+from otel_infer.instrumentation.http_server.server_exchange import ServerExchange, can_record, encode_headers
 from otel_infer.instrumentation.waits import record_pool_wait
 from otel_infer.ringbuffer import events
 from otel_infer.tracing import request_span
-from otel_infer.tracing.context import detach
 from otel_infer.tracing.outcome import classify_exception
 
 STATUS_CODES = (
@@ -36,6 +35,8 @@ SERVER_ERRORS = (
     "UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS",
 )  # fmt: skip
 """Codes that are an error of the server (RPC conventions 1.45)."""
+_END = object()
+"""After the last message of a stream."""
 _OWN_SERVICES = "grpc."
 _KINDS = {
     (False, False): "unary_unary", (False, True): "unary_stream", (True, False): "stream_unary", (True, True): "stream_stream",
@@ -70,11 +71,7 @@ class RpcExchange(ServerExchange):
         return self.method if self.is_known else self.owner
 
     def list_headers(self) -> list[tuple[bytes, bytes]]:
-        return [
-            (str(key).lower().encode("latin-1", "replace"), value.encode("latin-1", "replace"))
-            for key, value in self.metadata
-            if isinstance(value, str)
-        ]
+        return encode_headers((str(key), value) for key, value in self.metadata if isinstance(value, str))
 
     def find_path(self) -> str:
         return f"/{self.method}"
@@ -129,20 +126,14 @@ def _wrap_handler(handler: Any, exchange: RpcExchange, pool_size: int) -> Any:
 
 def _follow_call(function: Callable[..., Any], exchange: RpcExchange, pool_size: int) -> Callable[..., Any]:
     def call(request: Any, context: Any) -> Any:
-        token = _begin_work(exchange, context, pool_size)
-        try:
+        _begin_handler(exchange, context, pool_size)
+        with exchange:
             live = exchange.request
             response = (
                 function(request, context)
                 if live is None
                 else live.call_in_thread(function, request, context)
             )
-        except BaseException as exc:
-            exchange.end(exc)
-            raise
-        finally:
-            if token is not None:
-                detach(token)
         _end_unary(exchange, response)
         return response
 
@@ -153,22 +144,15 @@ def _follow_stream(
     function: Callable[..., Any], exchange: RpcExchange, pool_size: int
 ) -> Callable[..., Iterator[Any]]:
     def stream(request: Any, context: Any) -> Iterator[Any]:
-        pool_size_left = pool_size
-        messages: Iterator[Any] | None = None
+        """Yields the messages. Between two of them the request is not current in the server's thread."""
+        _begin_handler(exchange, context, pool_size)
+        with exchange:
+            messages = iter(function(request, context))
         while True:
-            token = _begin_work(exchange, context, pool_size_left)
-            pool_size_left = 0
-            try:
-                messages = iter(function(request, context)) if messages is None else messages
-                message = next(messages)
-            except StopIteration:
+            with exchange:
+                message = next(messages, _END)
+            if message is _END:
                 break
-            except BaseException as exc:
-                exchange.end(exc)
-                raise
-            finally:
-                if token is not None:
-                    detach(token)
             exchange.record_chunk(True, _clock.now())
             try:
                 yield message
@@ -183,15 +167,9 @@ def _follow_stream(
 
 def _follow_coroutine(function: Callable[..., Any], exchange: RpcExchange) -> Callable[..., Any]:
     async def call(request: Any, context: Any) -> Any:
-        token = _begin_work(exchange, context, 0)
-        try:
+        _begin_handler(exchange, context, 0)
+        with exchange:
             response = await function(request, context)
-        except BaseException as exc:
-            exchange.end(exc)
-            raise
-        finally:
-            if token is not None:
-                detach(token)
         _end_unary(exchange, response)
         return response
 
@@ -200,29 +178,22 @@ def _follow_coroutine(function: Callable[..., Any], exchange: RpcExchange) -> Ca
 
 def _follow_async_stream(function: Callable[..., Any], exchange: RpcExchange) -> Callable[..., Any]:
     async def stream(request: Any, context: Any) -> Any:
-        token = _begin_work(exchange, context, 0)
-        try:
+        _begin_handler(exchange, context, 0)
+        with exchange:
             async for message in function(request, context):
                 exchange.record_chunk(True, _clock.now())
                 yield message
-        except BaseException as exc:
-            exchange.end(exc)
-            raise
-        finally:
-            if token is not None:
-                detach(token)
         exchange.completed_at = _clock.now()
         exchange.end()
 
     return stream
 
 
-def _begin_work(exchange: RpcExchange, context: Any, pool_size: int) -> Any:
-    """Makes the request current, in the thread of its handler. `pool_size`: threads that it may have waited for; 0 = none."""
+def _begin_handler(exchange: RpcExchange, context: Any, pool_size: int) -> None:
+    """Notes that the handler begins, in its thread. `pool_size`: threads that it may have waited for; 0 = none."""
     exchange.context = context
     if pool_size and exchange.request is not None:
         record_pool_wait(exchange.request, exchange.arrived_at, pool_size)
-    return exchange.attach()
 
 
 def _end_unary(exchange: RpcExchange, response: Any) -> None:

@@ -1,6 +1,6 @@
 """Follows the items of requests through the application's queues: asyncio.Queue, queue.Queue and their subclasses.
 
-    a request puts an item ─▶ `queue wait` ─▶ a worker takes it: what it does next is this request's work (`tracing.work`)
+    a request puts an item ─▶ `queue wait` ─▶ a worker takes it, and works for this request (`tracing.work`)
 
 An item stays the object that it is: who put it is noted beside the queue. A queue whose items come back to their own
 request after a model was called, such as a streamer's, is left alone. So is an item that a request takes while it is
@@ -15,16 +15,16 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from otel_infer import _clock
-from otel_infer.instrumentation.hooks.context_hooks import compile_queue_take, compile_thread_work
+from otel_infer.instrumentation.hooks.context_hooks import compile_queue_put, compile_queue_take
 from otel_infer.instrumentation.hooks.instrumentor import Instrumentor
 from otel_infer.instrumentation.hooks.probe import Hook
 from otel_infer.ringbuffer import events
 from otel_infer.tracing import context
-from otel_infer.tracing.deferred_request import DeferredRequest
+from otel_infer.tracing.deferred_request import CurrentRequest
 from otel_infer.tracing.request_span import REQUEST_KEY, RequestSpan
 from otel_infer.tracing.work import Work, Worker, attach_work, find_worker, is_task
 
-STATE_ATTRIBUTE = "otel_infer_state"
+STATE_ATTRIBUTE, LEFT_ALONE_ATTRIBUTE = "otel_infer_state", "otel_infer_left_alone"
 MAX_FORGOTTEN = 64
 """Items that may have left a queue unseen before all notes about it are dropped."""
 _LIBRARIES = frozenset(
@@ -36,13 +36,11 @@ _LIBRARIES = frozenset(
 """Packages whose own queues are not followed: servers, pools and engines, which other hooks follow, and log handlers."""
 _HAS_INNER_TASKS = sys.version_info < (3, 12)
 """Whether `asyncio.wait_for` takes an item in a task of its own."""
-Request = RequestSpan | DeferredRequest
-
 instrumentor = Instrumentor("queues", "python", ("asyncio.queues", "queue"))
 
 
 class QueueState:
-    """What is known of a queue's items: by id, who put each and when.
+    """The items of a queue that requests have put: by id, the request and when.
 
     `result_of`: the request to which its items come back. `had_own_item`: a request has taken an item of its own.
     """
@@ -50,11 +48,11 @@ class QueueState:
     __slots__ = ("entries", "had_own_item", "result_of")
 
     def __init__(self) -> None:
-        self.entries: dict[int, list[tuple[Request, int]]] = {}
-        self.result_of: Request | None = None
+        self.entries: dict[int, list[tuple[CurrentRequest, int]]] = {}
+        self.result_of: CurrentRequest | None = None
         self.had_own_item = False
 
-    def comes_back(self, request: Request) -> bool:
+    def comes_back(self, request: CurrentRequest) -> bool:
         """Returns whether an item that a request takes back shows that the queue is one of results."""
         if _has_model(request) or self.had_own_item:
             self.result_of = request
@@ -63,13 +61,13 @@ class QueueState:
         self.had_own_item = True  # or it has just started the worker that takes it
         return False
 
-    def note_put(self, item: Any, request: Request, queue: Any) -> None:
+    def note_put(self, item: Any, request: CurrentRequest, queue: Any) -> None:
         """Notes who put an item into the queue."""
         if len(self.entries) > MAX_FORGOTTEN and len(self.entries) > queue.qsize() + MAX_FORGOTTEN:
             self.entries.clear()
         self.entries.setdefault(id(item), []).append((request, _clock.now()))
 
-    def pop_entry(self, item: Any) -> tuple[Request, int] | None:
+    def pop_entry(self, item: Any) -> tuple[CurrentRequest, int] | None:
         """Returns who put an item, and when; None if it is unknown."""
         entries = self.entries.get(id(item))
         if not entries:
@@ -123,7 +121,7 @@ def note_take(queue: Any, item: Any) -> None:
     _take_for_worker(current if is_worker else None, request)
 
 
-def _take_for_worker(work: Work | None, request: Request | None) -> None:
+def _take_for_worker(work: Work | None, request: CurrentRequest | None) -> None:
     """Makes the request what the worker works for, perhaps with others in a batch."""
     key = find_worker()
     if work is None or (work.worker.key != key and not (_HAS_INNER_TASKS and is_task(key))):
@@ -134,15 +132,30 @@ def _take_for_worker(work: Work | None, request: Request | None) -> None:
     attach_work(work.take_next(request))
 
 
+def _is_followed(queue: Any, frame: Any) -> bool:
+    """Returns whether the item that is put in this frame is followed.
+
+    A queue is left alone for good if the first item that a request puts is put by a library of `_LIBRARIES`. Then further
+    puts, such as a streamer's of each token, enter no Python code of ours.
+    """
+    attributes = queue.__dict__
+    if LEFT_ALONE_ATTRIBUTE in attributes:
+        return False
+    if STATE_ATTRIBUTE in attributes or not _is_of_library(frame):
+        return True
+    attributes[LEFT_ALONE_ATTRIBUTE] = True
+    return False
+
+
 def _is_of_library(frame: Any) -> bool:
-    """Returns whether a library that is followed otherwise, or that serves no request, puts the item."""
+    """Returns whether a library that other hooks follow, or that serves no request, puts the item."""
     while frame is not None and frame.f_globals.get("__name__") in ("asyncio.queues", "queue"):
         frame = frame.f_back
     module = "" if frame is None else str(frame.f_globals.get("__name__"))
     return module.partition(".")[0] in _LIBRARIES
 
 
-def _has_model(request: Request) -> bool:
+def _has_model(request: CurrentRequest) -> bool:
     """Returns whether a model was called for this request."""
     return isinstance(request, RequestSpan) and bool(
         request.engine or request.is_named or request.has_forward_name
@@ -157,7 +170,8 @@ def _patch_put(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
         state = None
         if hook.alive:
             try:
-                state = None if _is_of_library(sys._getframe(1)) else note_put(self, item)
+                if _is_followed(self, sys._getframe(1)):
+                    state = note_put(self, item)
             except Exception as exc:
                 hook.count_failure(exc)
         if state is None:
@@ -168,7 +182,7 @@ def _patch_put(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
             state.pop_entry(item)
             raise
 
-    return compile_thread_work(original, hook, put)
+    return compile_queue_put(original, hook, put)
 
 
 def _patch_take(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:

@@ -17,45 +17,23 @@ from otel_infer.instrumentation.asgi.route import RouteTemplate
 from otel_infer.instrumentation.hooks.instrumentor import Instrumentor
 from otel_infer.instrumentation.hooks.probe import Hook
 from otel_infer.instrumentation.http_server.app_attribute import patch_app_attribute
-from otel_infer.instrumentation.http_server.event_loop_lag import watch_event_loop
-from otel_infer.instrumentation.http_server.exchange import HttpExchange, is_websocket
-from otel_infer.instrumentation.http_server.server_exchange import can_record
-from otel_infer.tracing.context import detach
+from otel_infer.instrumentation.http_server.exchange import TransportExchange, is_websocket
+from otel_infer.instrumentation.http_server.server_exchange import can_record, encode_headers
 
 RequestHandler = Callable[[Any], Awaitable[Any]]
 
 instrumentor = Instrumentor("sanic", "sanic", ("sanic.server.protocols.http_protocol",))
 
 
-class SanicExchange(HttpExchange):
-    """One HTTP request of Sanic's own server. `incoming`: Sanic's request."""
+class SanicExchange(TransportExchange):
+    """One HTTP request of Sanic's own server."""
 
-    __slots__ = ("incoming",)
+    __slots__ = ()
 
     owner = "sanic"
 
-    def __init__(self, incoming: Any, hook: Hook) -> None:
-        self.incoming = incoming
-        super().__init__(hook, incoming.method, incoming.scheme)
-        watch_event_loop()
-
     def list_headers(self) -> list[tuple[bytes, bytes]]:
-        return [
-            (name.lower().encode("latin-1", "replace"), value.encode("latin-1", "replace"))
-            for name, value in self.incoming.headers.items()
-        ]
-
-    def find_path(self) -> str:
-        return str(self.incoming.path)
-
-    def find_socket(self) -> Any:
-        transport = self.incoming.transport
-        return None if transport is None else transport.get_extra_info("socket")
-
-    def has_client_left(self, exc: BaseException | None) -> bool:
-        """Returns whether the connection closed before the last byte."""
-        transport = self.incoming.transport
-        return not self.completed_at and (transport is None or transport.is_closing())
+        return encode_headers(self.incoming.headers.items())
 
     def record_response(self) -> None:
         """Notes status, route and the last byte of a response that was sent."""
@@ -93,16 +71,9 @@ def _wrap_handler(handler: RequestHandler, hook: Hook) -> RequestHandler:
         exchange = _begin_exchange(request, hook)
         if exchange is None:
             return await handler(request)
-        token = exchange.attach()
-        try:
+        with exchange:
             result = await handler(request)
             exchange.record_response()
-        except BaseException as exc:
-            exchange.end(exc)
-            raise
-        finally:
-            if token is not None:
-                detach(token)
         exchange.end()
         return result
 

@@ -17,8 +17,7 @@ from otel_infer.instrumentation.hooks.instrumentor import Instrumentor
 from otel_infer.instrumentation.hooks.probe import Hook
 from otel_infer.instrumentation.http_server.event_loop_lag import watch_event_loop
 from otel_infer.instrumentation.http_server.exchange import HttpExchange, is_websocket
-from otel_infer.instrumentation.http_server.server_exchange import can_record
-from otel_infer.tracing.context import detach
+from otel_infer.instrumentation.http_server.server_exchange import can_record, encode_headers
 
 _OTHER = "opentelemetry.instrumentation.tornado"
 """The instrumentation that starts a SERVER span in `RequestHandler.prepare`."""
@@ -43,10 +42,7 @@ class TornadoExchange(HttpExchange):
         watch_event_loop()
 
     def list_headers(self) -> list[tuple[bytes, bytes]]:
-        return [
-            (name.lower().encode("latin-1", "replace"), value.encode("latin-1", "replace"))
-            for name, value in self.handler.request.headers.get_all()
-        ]
+        return encode_headers(self.handler.request.headers.get_all())
 
     def find_path(self) -> str:
         return str(self.handler.request.path)
@@ -88,15 +84,10 @@ def _patch_execute(original: Callable[..., Awaitable[Any]], hook: Hook) -> Calla
         exchange = _begin_exchange(self, hook)
         if exchange is None:
             return await original(self, *args, **kwargs)
-        token = exchange.attach()
         try:
-            result = await original(self, *args, **kwargs)
-        except BaseException as exc:
-            exchange.end(exc)
-            raise
+            with exchange:
+                result = await original(self, *args, **kwargs)
         finally:
-            if token is not None:
-                detach(token)
             self.otel_infer_exchange = None
         exchange.end()
         return result

@@ -20,26 +20,23 @@ from otel_infer.instrumentation.hooks.instrumentor import Instrumentor
 from otel_infer.instrumentation.hooks.probe import Hook, WrapperFactory
 from otel_infer.ringbuffer import events
 from otel_infer.tracing import start
-from otel_infer.tracing.deferred_request import DeferredRequest
-from otel_infer.tracing.request_span import RequestSpan
+from otel_infer.tracing.deferred_request import CurrentRequest
 
 MIN_WAIT_NS = 5_000_000
 _LIBRARY_MODULES = frozenset(
     ("threading", "queue", "concurrent.futures._base", "concurrent.futures.thread", "multiprocessing.pool")
 )
 
-Request = RequestSpan | DeferredRequest
-
 instrumentor = Instrumentor("waits", "python", ("threading",))
 
 
-def find_waiting_request() -> Request | None:
+def find_waiting_request() -> CurrentRequest | None:
     """Returns the current request if it has no token yet; None otherwise."""
     request = start.find_request()
     return request if request is not None and _has_no_token(request) else None
 
 
-def _has_no_token(request: Request) -> bool:
+def _has_no_token(request: CurrentRequest) -> bool:
     return not (request.tokens_reached or request.responding)
 
 
@@ -48,7 +45,7 @@ class PooledCall:
 
     __slots__ = ("_call", "_request", "_size", "_submitted_at")
 
-    def __init__(self, request: Request, size: int, call: Callable[..., Any]) -> None:
+    def __init__(self, request: CurrentRequest, size: int, call: Callable[..., Any]) -> None:
         self._request, self._size, self._call = request, size, call
         self._submitted_at = _clock.now() if _has_no_token(request) else 0
 
@@ -58,13 +55,13 @@ class PooledCall:
         return self._request.call_in_thread(self._call, *args, **kwargs)
 
 
-def _record_wait(request: Request, stage: str, began_at: int, items: int) -> None:
+def _record_wait(request: CurrentRequest, stage: str, began_at: int, items: int) -> None:
     now = _clock.now()
     if now - began_at >= MIN_WAIT_NS and not request.ended:
         request.record_event(events.StageEnded(now, began_at, stage, items))
 
 
-def record_pool_wait(request: Request, submitted_at: int, size: int) -> None:
+def record_pool_wait(request: CurrentRequest, submitted_at: int, size: int) -> None:
     """Records that the request has waited for a thread of a pool of this size, since `submitted_at` (monotonic ns)."""
     _record_wait(request, events.POOL_WAIT, submitted_at, size)
 
@@ -100,7 +97,7 @@ def _patch_coroutine(kind: str, is_free: Callable[[Any], bool]) -> WrapperFactor
     number = events.WAIT_KINDS.index(kind) + 1
 
     def make_wrapper(original: Callable[..., Awaitable[Any]], hook: Hook) -> Callable[..., Awaitable[Any]]:
-        async def wait_and_record(self: Any, request: Request) -> Any:
+        async def wait_and_record(self: Any, request: CurrentRequest) -> Any:
             began_at = _clock.now()
             try:
                 return await original(self)
@@ -136,7 +133,7 @@ def _patch_blocking(kind: str, is_free: Callable[[Any], bool]) -> WrapperFactory
     return make_wrapper
 
 
-def _find_request_that_waits(lock: Any, is_free: Callable[[Any], bool], hook: Hook) -> Request | None:
+def _find_request_that_waits(lock: Any, is_free: Callable[[Any], bool], hook: Hook) -> CurrentRequest | None:
     """Returns the current request if it has to wait for the lock; None otherwise. Never raises, whatever the lock is."""
     try:
         return find_waiting_request() if hook.alive and not is_free(lock) else None

@@ -66,8 +66,18 @@ class DeferredRequest:
 
     def discard(self) -> None:
         """Makes `open` return None from now on, unless the request is open: its exchange has ended."""
-        self._open = None  # without the lock, which a fork may have copied while it was held
+        with self._lock:
+            self._open = None
+
+    def discard_after_fork(self) -> None:
+        """Discards it in a child process: the parent opens it. A thread that does not exist here may hold the lock."""
+        self._lock = threading.RLock()
+        self._open = None
 
     def attach(self) -> Any:
         """Makes it current here; returns the token for `detach`."""
         return context.attach(Context({**context.current_context(), REQUEST_KEY: self}))
+
+
+CurrentRequest = RequestSpan | DeferredRequest
+"""A request that is current, perhaps not opened yet."""

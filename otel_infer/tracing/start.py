@@ -18,7 +18,7 @@ from otel_infer import _clock
 from otel_infer.ringbuffer import events
 from otel_infer.ringbuffer.recorder import recorder
 from otel_infer.tracing import context, request_span, span_ids
-from otel_infer.tracing.deferred_request import DeferredRequest
+from otel_infer.tracing.deferred_request import CurrentRequest, DeferredRequest
 from otel_infer.tracing.request_span import (
     REQUEST_KEY,
     RequestSpan,
@@ -43,13 +43,13 @@ def begin_model_call() -> RequestSpan | None:
     return request.begin_call() if type(request) is Work else current_request()
 
 
-def find_request() -> RequestSpan | DeferredRequest | None:
+def find_request() -> CurrentRequest | None:
     """Returns the current request, and does not open a deferred one; None if there is none or it has ended."""
     request = context.current_context().get(REQUEST_KEY)
+    if type(request) is Work:
+        request = request.find_single() or request.open()
     if type(request) is DeferredRequest:
         request = request.opened or request
-    elif type(request) is Work:
-        request = request.open()
     return request if isinstance(request, (RequestSpan, DeferredRequest)) and not request.ended else None
 
 

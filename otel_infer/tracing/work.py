@@ -1,4 +1,4 @@
-"""What a worker works for: the requests whose items it has taken from a queue since its last call of a model.
+"""The work of a worker: the requests whose items it has taken from a queue since its last call of a model.
 
     request A ─ put ─▶ queue ─ take ─┐
     request B ─ put ─▶ queue ─ take ─┴─▶ a worker's work: A and B ─ call of a model ─▶ a stage of both, their batch
@@ -18,7 +18,7 @@ from otel_infer import _clock
 from otel_infer.ringbuffer import events
 from otel_infer.tracing import context
 from otel_infer.tracing.batch_request import BatchRequest
-from otel_infer.tracing.deferred_request import DeferredRequest
+from otel_infer.tracing.deferred_request import CurrentRequest, DeferredRequest
 from otel_infer.tracing.request_span import REQUEST_KEY, RequestSpan
 
 MAX_MEMBERS = 1024
@@ -27,7 +27,7 @@ MAX_MEMBERS = 1024
 class TakenItem(NamedTuple):
     """An item of a request, and when it was taken (monotonic ns)."""
 
-    request: RequestSpan | DeferredRequest
+    request: CurrentRequest
     taken_at: int
 
 
@@ -45,7 +45,7 @@ class Worker:
 
 
 class Work:
-    """What a worker, and what it starts, works for: the last item that it took, and those of the same batch.
+    """The work of a worker and its children: the last item that it took, and the other items of the same batch.
 
     `single`: the request whose span is current in the worker; None while it works for none, or for several.
     """
@@ -61,7 +61,7 @@ class Work:
         self._current: RequestSpan | None = None
         self.single: RequestSpan | None = None
 
-    def take(self, request: RequestSpan | DeferredRequest | None) -> None:
+    def take(self, request: CurrentRequest | None) -> None:
         """Adds the request of an item that was just taken; None if the item is of no request that is recorded.
 
         A call of a model ends a batch, so items that are taken afterwards are of the next one.
@@ -73,7 +73,7 @@ class Work:
             items += (TakenItem(request, _clock.now()),)
         self._items = items
 
-    def take_next(self, request: RequestSpan | DeferredRequest | None) -> Work:
+    def take_next(self, request: CurrentRequest | None) -> Work:
         """Returns the work after a further item. Children that began before keep this one."""
         following = Work(self.worker)
         if self.continues():
@@ -85,24 +85,27 @@ class Work:
         """Returns whether items that are taken now are of the same batch."""
         return bool(self._items) and not self._is_called and not self.worker.starts_children
 
+    @property
+    def _own_items(self) -> tuple[TakenItem, ...]:
+        """The items that are worked for: of a worker that starts a child for each, the last one only."""
+        return self._items[-1:] if self.worker.starts_children else self._items
+
     def open(self) -> RequestSpan | None:
         """Returns the request that is worked for, or the batch; None if there is none."""
         current = self._current
         if current is None or current.ended:
-            items = self._items[-1:] if self.worker.starts_children else self._items
             opened = [
                 item.request.open() if isinstance(item.request, DeferredRequest) else item.request
-                for item in items
+                for item in self._own_items
             ]
             members = list(dict.fromkeys(member for member in opened if member and not member.ended))
             current = BatchRequest(members) if len(members) > 1 else (members[0] if members else None)
             self._current = current
         return current
 
-    def find_single(self) -> RequestSpan | DeferredRequest | None:
+    def find_single(self) -> CurrentRequest | None:
         """Returns the only request that is worked for, which may be deferred; None if there is none, or several."""
-        items = self._items[-1:] if self.worker.starts_children else self._items
-        alive = [item.request for item in items if not item.request.ended]
+        alive = [item.request for item in self._own_items if not item.request.ended]
         return alive[0] if len(alive) == 1 else None
 
     def begin_call(self) -> RequestSpan | None:
@@ -113,7 +116,7 @@ class Work:
         if self._is_called or current is None:
             return current
         self._is_called = True
-        items = self._items[-1:] if self.worker.starts_children else self._items
+        items = self._own_items
         complete_at = max(self.worker.waited_until, items[-1].taken_at)
         for item in items:
             request = item.request.opened if isinstance(item.request, DeferredRequest) else item.request

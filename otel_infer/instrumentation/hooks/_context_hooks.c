@@ -2,14 +2,16 @@
  *
  *     work for a thread    no request is current and torch is not suppressed: the original is called
  *     tokenizer            no request is current: the original is called; else the call is a stage of the request
+ *     put into a queue     no request is current, or the queue is left alone: the original is called; else Python code follows
  *     take from a queue    no request has put an item into the queue: the original is called; else Python code follows it
  *
  * All else calls the hook's Python code, before anything is recorded.
  */
 #include "../../ringbuffer/_native.h"
 
-enum { DATA, INPUT_IDS, NUMEL, QUEUE_STATE, NAMES };
-static const char *const texts[NAMES] = {"data", "input_ids", "numel", "otel_infer_state"};
+enum { DATA, INPUT_IDS, NUMEL, QUEUE_STATE, LEFT_ALONE, NAMES };
+static const char *const texts[NAMES] = {"data", "input_ids", "numel", "otel_infer_state",
+                                         "otel_infer_left_alone"};
 static PyObject *names[NAMES];
 enum { RAISED = -1 };  /* `events.RAISED` */
 
@@ -142,14 +144,24 @@ static PyObject *give_work(CompiledHook *self, PyObject *arguments, PyObject *na
 
 /* ── queues ────────────────────────────────────────────────────────────────────────────────────────────────── */
 
-static int has_state(PyObject *queue)
+static int has_attribute(PyObject *queue, PyObject *name)
 {
     PyObject *attributes = PyObject_GenericGetDict(queue, NULL);
-    int found = attributes != NULL && PyDict_Check(attributes) &&
-                PyDict_GetItemWithError(attributes, names[QUEUE_STATE]) != NULL;
+    int found = attributes != NULL && PyDict_Check(attributes) && PyDict_GetItemWithError(attributes, name) != NULL;
     Py_XDECREF(attributes);
     PyErr_Clear();
     return found;
+}
+
+/* A function that puts an item. */
+static PyObject *put_item(CompiledHook *self, PyObject *arguments, PyObject *named)
+{
+    PyObject *found = find_request(self);
+    PyObject *queue = PyTuple_Size(arguments) > 0 ? PyTuple_GetItem(arguments, 0) : NULL;
+    int passes = found == Py_None || (queue != NULL && has_attribute(queue, names[LEFT_ALONE]));
+    Py_XDECREF(found);
+    PyErr_Clear();
+    return PyObject_Call(passes ? self->original : self->call_slowly, arguments, named);
 }
 
 /* A function that takes an item. Then `details(queue, item, is_taken)` is called, because the queue may have waited for the
@@ -160,7 +172,7 @@ static PyObject *take_item(CompiledHook *self, PyObject *arguments, PyObject *na
     PyObject *item = PyObject_Call(self->original, arguments, named);
     if (item == NULL) PyErr_Fetch(&type, &exc, &traceback);
     PyObject *queue = PyTuple_Size(arguments) > 0 ? PyTuple_GetItem(arguments, 0) : NULL;
-    if (queue != NULL && is_alive(self) && has_state(queue)) {
+    if (queue != NULL && is_alive(self) && has_attribute(queue, names[QUEUE_STATE])) {
         done = PyObject_CallFunctionObjArgs(self->details, queue, item == NULL ? Py_None : item,
                                             item == NULL ? Py_False : Py_True, NULL);
         Py_XDECREF(done);
@@ -173,7 +185,8 @@ static PyObject *take_item(CompiledHook *self, PyObject *arguments, PyObject *na
 }
 
 const HookPlace context_places[] = {
-    {"tokenizer", call_tokenizer}, {"work for a thread", give_work}, {"take from a queue", take_item}, {NULL, NULL}};
+    {"tokenizer", call_tokenizer}, {"work for a thread", give_work},   {"put into a queue", put_item},
+    {"take from a queue", take_item}, {NULL, NULL}};
 
 int add_context_types(PyObject *module)
 {

@@ -32,6 +32,11 @@ def compile_tokenizer(original: Function, hook: Hook, call: Function, count_toke
     return compile_hook("tokenizer", _known, original, hook, call, (count_tokens, events.TOKENIZE))
 
 
+def compile_queue_put(original: Function, hook: Hook, call: Function) -> Function:
+    """Returns a compiled form of `call`, which calls it only where a request is current and the queue is followed."""
+    return compile_hook("put into a queue", _known, original, hook, call)
+
+
 def compile_queue_take(original: Function, hook: Hook, call: Function, end_take: Function) -> Function:
     """Returns a compiled form of `call`, which calls `end_take(queue, item, is_taken)` only for queues that are followed."""
     return compile_hook("take from a queue", _known, original, hook, call, end_take)

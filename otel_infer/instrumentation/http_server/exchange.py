@@ -7,6 +7,7 @@ from typing import Any
 
 from otel_infer import _clock
 from otel_infer.instrumentation.hooks.probe import Hook
+from otel_infer.instrumentation.http_server.event_loop_lag import watch_event_loop
 from otel_infer.instrumentation.http_server.method import encode_method, to_known_names
 from otel_infer.instrumentation.http_server.outcome import determine_outcome
 from otel_infer.instrumentation.http_server.server_exchange import ServerExchange
@@ -85,3 +86,26 @@ class HttpExchange(ServerExchange):
         recorder.record_process(
             events.HttpServed(ended_at, self.arrived_at, self.status, error_type, method, scheme, self.route)
         )
+
+
+class TransportExchange(HttpExchange):
+    """One HTTP request on a transport of asyncio. `incoming`: the framework's request, with a path and a transport."""
+
+    __slots__ = ("incoming",)
+
+    def __init__(self, incoming: Any, hook: Hook, has_other_span: bool = False) -> None:
+        self.incoming = incoming
+        super().__init__(hook, incoming.method, incoming.scheme, has_other_span)
+        watch_event_loop()
+
+    def find_path(self) -> str:
+        return str(self.incoming.path)
+
+    def find_socket(self) -> Any:
+        transport = self.incoming.transport
+        return None if transport is None else transport.get_extra_info("socket")
+
+    def has_client_left(self, exc: BaseException | None) -> bool:
+        """Returns whether the connection closed before the last byte."""
+        transport = self.incoming.transport
+        return not self.completed_at and (transport is None or transport.is_closing())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterable
 from typing import Any
 
 from otel_infer import _clock
@@ -17,7 +18,16 @@ from otel_infer.instrumentation.http_server.socket_wait import record_socket_wai
 from otel_infer.ringbuffer import events
 from otel_infer.ringbuffer.recorder import recorder
 from otel_infer.tracing import caller, request_span
+from otel_infer.tracing.context import detach
 from otel_infer.tracing.deferred_request import DeferredRequest
+
+
+def encode_headers(headers: Iterable[tuple[str, str]]) -> list[tuple[bytes, bytes]]:
+    """Returns headers as ASGI has them: names in lower case, both as bytes."""
+    return [
+        (name.lower().encode("latin-1", "replace"), value.encode("latin-1", "replace"))
+        for name, value in headers
+    ]
 
 
 def can_record(hook: Hook) -> bool:
@@ -35,7 +45,7 @@ class ServerExchange:
     """
 
     __slots__ = (
-        "_deferred", "_ended", "_hook", "arrived_at", "completed_at", "error", "is_counted_elsewhere", "request",
+        "_deferred", "_ended", "_hook", "_token", "arrived_at", "completed_at", "error", "is_counted_elsewhere", "request",
     )  # fmt: skip
 
     owner = "server"
@@ -44,6 +54,7 @@ class ServerExchange:
         """Begins an exchange. `arrived_at`: monotonic ns; 0 = now."""
         self.arrived_at = arrived_at or _clock.now()
         self._hook = hook
+        self._token: Any = None
         self.request: request_span.RequestSpan | None = None
         self.completed_at = 0
         self.error: BaseException | None = None
@@ -105,6 +116,18 @@ class ServerExchange:
         except BaseException as exc:
             self._hook.count_failure(exc)
             return None
+
+    def __enter__(self) -> None:
+        """Begins work on the request, which is current meanwhile: `with exchange:`. It may be entered again later."""
+        self._token = self.attach()
+
+    def __exit__(self, kind: Any, exc: BaseException | None, traceback: Any) -> None:
+        """Ends the work, and with an exception the request. The exception goes on."""
+        token, self._token = self._token, None
+        if token is not None:
+            detach(token)
+        if exc is not None:
+            self.end(exc)
 
     def _open_deferred(self) -> request_span.RequestSpan | None:
         """Opens a deferred request. The code that needs it gets no exception of ours."""

@@ -236,6 +236,10 @@ def make_app(**settings: Any) -> FastAPI:
 
     @app.get("/health")
     async def health() -> dict[str, bool]:
+        return {"current": isinstance(ingress.find_request(), request_span.RequestSpan)}
+
+    @app.get("/models/{name}/score")
+    def score(name: str) -> dict[str, bool]:
         return {"current": ingress.current_request() is not None}
 
     app.include_router(api)
@@ -279,6 +283,14 @@ def test_a_health_check_is_not_a_request(watched: Watched, serve: Callable[..., 
     assert b'{"current":false}' in posted(port, "/health", method="GET")
     posted(port, "/v1/json")
     assert len(ended(watched)) == 1
+
+
+def test_a_get_that_reaches_a_model_is_a_request(watched: Watched, serve: Callable[..., int]) -> None:
+    port = serve(make_app())
+    assert b'{"current":true}' in posted(port, "/models/a/score", method="GET")
+    (seen,) = ended(watched)
+    assert seen.verdict == (events.OK, "", 200)
+    assert seen.attributes["http.route"] == "/models/{name}/score"
 
 
 def test_excluded_urls_are_served_and_not_traced(watched: Watched, serve: Callable[..., int]) -> None:
