@@ -123,8 +123,8 @@ class RequestRecord:
     generations, where the request was submitted several times. `concurrent_sequences`: how many of its
     `sequences` then ran at a time.
 
-    Causes. `cost_model`: of the engine's steps, as known at the end. `engine_began_at`: its first step. `prefills_by_step`: the requests with
-    prompt tokens in each step. `thread_delays`: of the engine's thread, read soon after the end. `pauses`: of
+    Causes. `cost_model`: of the engine's steps, as known at the end. `engine_began_at`: its first step, or the
+    arrival if that was later. `prefills_by_step`: the requests with prompt tokens in each step. `thread_delays`: of the engine's thread, read soon after the end. `pauses`: of
     the whole process; `loop_pauses`: of its event loop only. `code_samples`: of late threads of its processes.
 
     Device. `device_ns`: device time by stage, for stages with at least one timed step. `device_share`: the

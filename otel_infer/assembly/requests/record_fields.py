@@ -45,7 +45,8 @@ def _apply_baseline(record: RequestRecord, request: OpenRequest) -> None:
     record.prefills_by_step = log.prefill_history.freeze()
     record.thread_delays = log.baseline.thread_delays.freeze()
     record.cost_model, record.warmup_steps = request.cost_model, request.warmup_steps
-    record.engine_began_at = log.baseline.warmup.first_step_at
+    # Of an engine that had begun before, a window of the flight recorder lacks the first steps.
+    record.engine_began_at = max(log.baseline.warmup.first_step_at, record.arrived_at)
 
 
 def _apply_counts(record: RequestRecord, request: OpenRequest) -> None:
