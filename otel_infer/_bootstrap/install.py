@@ -11,7 +11,7 @@ import contextlib
 import os
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,7 @@ from otel_infer.gpu.timing import timing
 from otel_infer.instrumentation import registry
 from otel_infer.instrumentation.hooks import probe
 from otel_infer.instrumentation.hooks.instrumentor import Instrumentor, InstrumentorStatus
+from otel_infer.instrumentation.multiprocessing import process
 from otel_infer.instrumentation.torch import cuda_graphs
 from otel_infer.ringbuffer import directory, layout
 from otel_infer.ringbuffer.arena import Arena, FileArena, MemoryArena, RingUnavailable
@@ -36,9 +37,9 @@ from otel_infer.ringbuffer.stack_signal import stack_signal
 from otel_infer.sidecar import launcher
 from otel_infer.tracing import process_start, request_span, start
 from otel_infer.tracing.deferred_request import DeferredRequest
-from otel_infer.tracing.fork_family import ForkFamily
+from otel_infer.tracing.process_family import ProcessFamily
 from otel_infer.tracing.sampler import create_span_factory
-from otel_infer.tracing.user_mistakes import count_mistakes, report_mistake
+from otel_infer.tracing.user_mistakes import count_mistakes, to_seconds
 
 if TYPE_CHECKING:
     from opentelemetry.trace import TracerProvider
@@ -46,7 +47,9 @@ if TYPE_CHECKING:
     from otel_infer.sidecar.in_process import InProcessReader
 
 
-FLUSH_S, MAX_FLUSH_S = 5.0, 86400.0
+FLUSH_S = 5.0
+SITE = str(Path(__file__).with_name("site"))
+"""The folder that instruments a process in whose PYTHONPATH it is."""
 
 
 class _Installation:
@@ -59,11 +62,12 @@ class _Installation:
         self.folder: Path | None = None
         self.reader: InProcessReader | None = None
         self.why_in_process = self._sidecar_error = ""
-        self._is_env_exported = self._is_startup_reported = False
+        self._exported_folder, self._is_startup_reported = "", False
         self._exit_finalizer: Any = None
         self._sidecars = SidecarStarter()
         self._exit_signal = ExitSignalHandler(self._close_reader)
-        self._lock, self._start_recorder = threading.Lock(), process_start.ProcessStartRecorder()
+        family = ProcessFamily.from_environment(environment.inherited_startup_ids())
+        self._lock, self._start_recorder = threading.Lock(), process_start.ProcessStartRecorder(family)
         os.register_at_fork(before=self._prepare_fork, after_in_child=self._reset_after_fork)
 
     # ── install and remove ───────────────────────────────────────────────────────────────────────────────────────
@@ -91,8 +95,9 @@ class _Installation:
         if environment.is_sidecar() or not exports:
             return False
         registry.configure_instrumentors(self.settings, self._on_engine_imported)
+        process.prepare_child = self._prepare_child
         integrations = registry.load_instrumentors()
-        if any(_is_run_as(helper) for integration in integrations for helper in integration.helpers):
+        if registry.runs_as_helper(integrations):
             return False
         request_span.span_factory = create_span_factory(provider, self.settings)
         stack_signal.is_enabled = self.settings.stacks
@@ -135,12 +140,11 @@ class _Installation:
             if self._exit_finalizer is not None:
                 self._exit_finalizer.cancel()
             reader.close()
-        if self._is_env_exported:
-            environment.unset_ringbuffer_dir(str(self.folder))
+        environment.unset_ringbuffer_dir(self._exported_folder)
         self._sidecars.release()
         self.folder = None
         self.why_in_process = self._sidecar_error = ""
-        self._is_env_exported = self._is_startup_reported = False
+        self._exported_folder, self._is_startup_reported = "", False
 
     def _close_reader(self) -> None:
         if self.reader is not None:
@@ -157,7 +161,7 @@ class _Installation:
 
     def flush(self, timeout: float) -> bool:
         """Sends everything; False if `timeout` s were not enough, or if a receiver refused something."""
-        timeout = _to_seconds(timeout)
+        timeout = to_seconds(timeout, FLUSH_S)
         if self.reader is not None:
             return self.reader.flush(timeout)
         if recorder.requests is not None:
@@ -183,8 +187,7 @@ class _Installation:
             raise RingUnavailable(f"the sidecar cannot be started ({self._sidecar_error})")
         self.folder = self._resolve_folder()
         if not self.settings.rings:
-            self._is_env_exported = True
-            environment.export_to_children(rings=str(self.folder))
+            self._export_folder(self.folder)
         self.why_in_process = ""
         return FileArena(self.folder)
 
@@ -232,7 +235,7 @@ class _Installation:
             atexit.unregister(process_start.record_process_exit)
             # atexit calls the last registered function first, so the reader still runs then.
             atexit.register(process_start.record_process_exit)
-            if recorder.role == SERVER:
+            if recorder.role == SERVER and self._represents_server():
                 has_provider = self.provider is not None
                 print_stderr(
                     startup_message.format_message(
@@ -300,14 +303,35 @@ class _Installation:
         if integration.is_engine:
             recorder.ensure_rings()
 
-    def _find_family(self) -> ForkFamily | None:
+    def _find_family(self) -> ProcessFamily | None:
         """Returns the processes that this one is one server with; None if there are none."""
         family = self._start_recorder.family
         return family if family is not None and family.is_shared else None
 
+    def _represents_server(self) -> bool:
+        """Returns whether this process, of all processes of its server, prints the startup message."""
+        family = self._find_family()
+        return family is None or family.is_founder or self._sidecars.sidecar is not None
+
     def _prepare_fork(self) -> None:
         if self.installed and self.provider is None:
             self._start_recorder.prepare_fork()
+
+    @contextlib.contextmanager
+    def _prepare_child(self) -> Iterator[None]:
+        """Exports to a process that is spawned meanwhile this server's start, the folder of its rings and the hooks."""
+        if not self.installed or self.provider is not None or self.settings.mode == "in-process":
+            yield
+            return
+        family = self._start_recorder.prepare_fork()
+        if family is not None and family.folder_token and self.folder is None and not self.settings.rings:
+            self._export_folder(directory.get_user_folder() / family.folder_token)
+        with environment.put_on_python_path(SITE):
+            yield
+
+    def _export_folder(self, folder: Path) -> None:
+        self._exported_folder = str(folder)
+        environment.export_to_children(rings=self._exported_folder)
 
     def _reset_after_fork(self) -> None:
         self._lock = threading.Lock()
@@ -323,18 +347,3 @@ class _Installation:
 
 
 installation = _Installation()
-
-
-def _is_run_as(module: str) -> bool:
-    """Returns whether this process was started as `python -m module`, before `sys.argv` shows it."""
-    arguments = sys.orig_argv
-    return "-m" in arguments and arguments[arguments.index("-m") + 1 :][:1] == [module]
-
-
-def _to_seconds(timeout: Any) -> float:
-    """Returns a timeout that user code gives, s; the default if it is not one."""
-    try:
-        return min(max(float(timeout), 0.0), MAX_FLUSH_S) if timeout == timeout else FLUSH_S
-    except Exception as error:
-        report_mistake("the timeout of flush", error)
-        return FLUSH_S

@@ -48,6 +48,7 @@ class StartupTracker:
         self._startups: dict[int, ProcessStartup] = {}
         self._processes: dict[int, tuple[int, int, str]] = {}
         self._finished: list[StartRecord] = []
+        self._ended_ids: set[tuple[bytes, bytes]] = set()
         self.serving: set[int] = set()
         """Processes with recorded steps: their start is over without a report, except behind an ASGI server.
 
@@ -62,6 +63,8 @@ class StartupTracker:
         """Applies an event of a process."""
         start = self._startups.get(ring)
         if isinstance(event, events.ProcessStarted):
+            if (event.trace_id, event.span_id) in self._ended_ids:
+                return  # a process that was spawned after the others of its server had ended
             start = self._find_shared(event) or ProcessStartup(event, *self._processes.get(ring, (0, 0, "")))
             start.add_process(ring, event)
             self._startups[ring] = start
@@ -90,6 +93,8 @@ class StartupTracker:
         if start is not None:
             start.apply_event(ring, event)
             self._finished += start.take_record(start.ended_at)
+            if start not in self._startups.values():
+                self._ended_ids.add(start.ids)
 
     def drain_starts(self, horizon: int) -> list[StartRecord]:
         """Returns the starts that were over by `horizon`, each once."""

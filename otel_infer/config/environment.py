@@ -233,7 +233,7 @@ def export_to_children(**values: str) -> None:
 def unset_ringbuffer_dir(folder: str) -> None:
     """Removes the exported folder of the rings, if it is still `folder`."""
     variable = SETTINGS["rings"].variable
-    if os.environ.get(variable) == folder:
+    if folder and os.environ.get(variable) == folder:
         del os.environ[variable]
 
 
@@ -287,6 +287,23 @@ def hide_refused_values() -> Iterator[None]:
 def prepend_python_path(environ: Mapping[str, str], first: str) -> str:
     """Returns PYTHONPATH with `first` in front."""
     return os.pathsep.join([first, *filter(None, [environ.get("PYTHONPATH", "")])])
+
+
+@contextmanager
+def put_on_python_path(folder: str) -> Iterator[None]:
+    """Puts a folder first on PYTHONPATH, for processes that are started while the block runs."""
+    before = os.environ.get("PYTHONPATH")
+    if before is not None and folder in before.split(os.pathsep):
+        yield
+        return
+    os.environ["PYTHONPATH"] = prepend_python_path(os.environ, folder)
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop("PYTHONPATH", None)
+        else:
+            os.environ["PYTHONPATH"] = before
 
 
 def sidecar_environment() -> dict[str, str]:

@@ -84,7 +84,7 @@ def note_put(queue: Any, item: Any) -> QueueState | None:
     if found is None:
         return None
     if type(found) is Work:
-        found = found.find_single()
+        found = found.hand_over()
     if found is None or found.ended:
         return None
     state: QueueState | None = queue.__dict__.get(STATE_ATTRIBUTE)
@@ -118,10 +118,10 @@ def note_take(queue: Any, item: Any) -> None:
         request.record_event(events.StageEnded(_clock.now(), put_at, events.QUEUE_WAIT, 0))
     if request is None and not is_worker:
         return
-    _take_for_worker(current if is_worker else None, request)
+    take_for_worker(current if is_worker else None, request)
 
 
-def _take_for_worker(work: Work | None, request: CurrentRequest | None) -> None:
+def take_for_worker(work: Work | None, request: CurrentRequest | None) -> None:
     """Makes the request what the worker works for, perhaps with others in a batch."""
     key = find_worker()
     if work is None or (work.worker.key != key and not (_HAS_INNER_TASKS and is_task(key))):
@@ -141,13 +141,13 @@ def _is_followed(queue: Any, frame: Any) -> bool:
     attributes = queue.__dict__
     if LEFT_ALONE_ATTRIBUTE in attributes:
         return False
-    if STATE_ATTRIBUTE in attributes or not _is_of_library(frame):
+    if STATE_ATTRIBUTE in attributes or not is_of_library(frame):
         return True
     attributes[LEFT_ALONE_ATTRIBUTE] = True
     return False
 
 
-def _is_of_library(frame: Any) -> bool:
+def is_of_library(frame: Any) -> bool:
     """Returns whether a library that other hooks follow, or that serves no request, puts the item."""
     while frame is not None and frame.f_globals.get("__name__") in ("asyncio.queues", "queue"):
         frame = frame.f_back

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterable
 from importlib import metadata
 
 from otel_infer.config import tenancy
@@ -24,6 +25,7 @@ BUILTIN = {
     "sanic": "sanic",
     "grpc": "grpc",
     "threading": "threading",
+    "multiprocessing": "multiprocessing",
     "waits": "waits",
     "queues": "queues",
     "signals": "signals",
@@ -70,3 +72,10 @@ def load_instrumentors() -> list[Instrumentor]:
         if _on_change is not None:
             instrumentor.on_change = _on_change
     return instrumentors
+
+
+def runs_as_helper(instrumentors: Iterable[Instrumentor]) -> bool:
+    """Returns whether this process was started as a helper program of a library, before `sys.argv` shows it."""
+    arguments = sys.orig_argv
+    module = arguments[arguments.index("-m") + 1 :][:1] if "-m" in arguments else []
+    return any([helper] == module for instrumentor in instrumentors for helper in instrumentor.helpers)

@@ -9,7 +9,7 @@ from otel_infer.config import environment
 from otel_infer.ringbuffer import events
 from otel_infer.ringbuffer.recorder import SERVER, recorder
 from otel_infer.tracing import request_span
-from otel_infer.tracing.fork_family import ForkFamily
+from otel_infer.tracing.process_family import ForkFamily, ProcessFamily
 
 
 class ProcessStartRecorder:
@@ -19,14 +19,14 @@ class ProcessStartRecorder:
     forked process is that of its `family`.
     """
 
-    def __init__(self, family: ForkFamily | None = None) -> None:
+    def __init__(self, family: ProcessFamily | None = None) -> None:
         self.family = family
         self._created_at = _clock.now()
         self._event: events.ProcessStarted | None = None
         self._is_recorded = False
 
     def make_event(self, joins: bool = True) -> events.ProcessStarted | None:
-        """Returns the start event, the same at each call; None once it was recorded. `joins`: as in `ForkFamily`.
+        """Returns the start event, the same at each call; None once it was recorded. `joins`: as in `ProcessFamily`.
 
         Also None before there is a span factory, and in an interactive interpreter, which starts no server.
         """
@@ -46,8 +46,8 @@ class ProcessStartRecorder:
             self._event = events.ProcessStarted(at, wall_now - (now - at), *ids)
         return self._event
 
-    def prepare_fork(self) -> ForkFamily | None:
-        """Returns the family of this process and its children, created before its first fork.
+    def prepare_fork(self) -> ProcessFamily | None:
+        """Returns the family of this process and its children, created before it starts the first one.
 
         None before there is a span factory.
         """
@@ -61,6 +61,8 @@ class ProcessStartRecorder:
             self.family = ForkFamily(ids)
             if has_recorded:
                 self.family.claim_start()
+            if recorder.role == SERVER:
+                environment.export_startup_ids(self.family.exported)
         return self.family
 
     def mark_recorded(self) -> None:
@@ -77,7 +79,7 @@ def _create_and_export_ids(trace_id: bytes, span_id: bytes) -> tuple[bytes, byte
         environment.export_startup_ids((trace_id + span_id).hex())
         return trace_id, span_id, bytes(8)
     try:
-        inherited = bytes.fromhex(environment.inherited_startup_ids())
+        inherited = bytes.fromhex(environment.inherited_startup_ids())[:24]
     except ValueError:
         inherited = b""
     return (

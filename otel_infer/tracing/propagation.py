@@ -12,16 +12,21 @@ from collections.abc import Mapping
 from typing import Any
 
 from opentelemetry import propagate, trace
+from opentelemetry.context import Context
 from opentelemetry.trace import NonRecordingSpan
 
 from otel_infer import _clock
 from otel_infer.ringbuffer import events
 from otel_infer.ringbuffer.recorder import recorder
-from otel_infer.tracing import request_span
+from otel_infer.tracing import context, request_span
 from otel_infer.tracing.propagator_warnings import call_propagators
+from otel_infer.tracing.span_ids import LazySpanIds
 
 REQUEST_HEADER = "otel-infer-request"
 """Sent beside the standard headers, because another instrumentation below may replace those by its own."""
+
+JOINED = "process"
+"""Owner of the live span of a request that another process has opened."""
 
 
 def inject(request: request_span.RequestSpan, has_readers: bool = True) -> dict[str, str]:
@@ -64,13 +69,36 @@ def join_request(headers: Mapping[str, str] | None) -> RequestFragment | None:
         return None
     fragment = _fragments.get(ids[16:])
     if fragment is None:
-        now, wall_at = _clock.read_clocks()
-        arrived = events.RequestArrived(
-            now, wall_at, ids[:16], ids[16:], bytes(8), bytes(8), events.JOINED, "", "", "", ""
-        )
-        fragment = _fragments[ids[16:]] = RequestFragment(recorder.open_request(arrived), ids[16:], now)
+        arrived = _make_arrival(ids)
+        handle = recorder.open_request(arrived)
+        fragment = _fragments[ids[16:]] = RequestFragment(handle, ids[16:], arrived.at)
     fragment.sequences += 1
     return fragment
+
+
+def join_as_span(headers: Mapping[str, str]) -> request_span.RequestSpan | None:
+    """Returns the request that these headers carry as the live span of this process, whose caller closes it here.
+
+    None if they carry no request or nothing records. Its end is recorded by the process that opened it.
+    """
+    ids = _parse_ids(headers.get(REQUEST_HEADER, ""))
+    if ids is None or not recorder.active:
+        return None
+    arrived = _make_arrival(ids)
+    around = context.extract(headers, Context())
+    is_sampled = context.span_context(around).trace_flags.sampled
+    own_ids = ids[:16], ids[16:], bytes(8), bytes(8)
+    span_ids = LazySpanIds(own_ids, events.SAMPLED if is_sampled else 0, has_server=False)
+    return request_span.RequestSpan(span_ids, recorder.open_request(arrived), arrived.at, JOINED, around)
+
+
+def _make_arrival(ids: bytes) -> events.RequestArrived:
+    """Returns the arrival of a part of a request in this process. `ids`: trace id and span id of the request."""
+    now, wall_at = _clock.read_clocks()
+    names = "", "", "", ""
+    return events.RequestArrived(
+        now, wall_at, ids[:16], ids[16:], bytes(8), bytes(8), events.JOINED, *names
+    )
 
 
 def _parse_ids(text: str) -> bytes | None:

@@ -9,6 +9,7 @@ from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")
+MAX_TIMEOUT_S = 86400.0
 
 _reported: set[str] = set()
 _count = 0
@@ -53,4 +54,13 @@ def to_name(value: Any, default: str) -> str:
         return str.__str__(value) if isinstance(value, str) else str(value)
     except Exception as error:
         report_mistake(f"the name of {default}", error)
+        return default
+
+
+def to_seconds(timeout: Any, default: float) -> float:
+    """Returns a timeout that user code gives, s, at most a day; `default` if it is not one."""
+    try:
+        return min(max(float(timeout), 0.0), MAX_TIMEOUT_S) if timeout == timeout else default
+    except Exception as error:
+        report_mistake("the timeout of flush", error)
         return default

@@ -19,6 +19,7 @@ from otel_infer.ringbuffer import events
 from otel_infer.tracing import context
 from otel_infer.tracing.batch_request import BatchRequest
 from otel_infer.tracing.deferred_request import CurrentRequest, DeferredRequest
+from otel_infer.tracing.propagation import JOINED
 from otel_infer.tracing.request_span import REQUEST_KEY, RequestSpan
 
 MAX_MEMBERS = 1024
@@ -50,14 +51,14 @@ class Work:
     `single`: the request whose span is current in the worker; None while it works for none, or for several.
     """
 
-    __slots__ = ("_current", "_has_successor", "_is_called", "_items", "single", "worker")
+    __slots__ = ("_current", "_has_successor", "_is_called", "_is_handed_over", "_items", "single", "worker")
 
     ended = False
 
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
         self._items: tuple[TakenItem, ...] = ()
-        self._is_called = self._has_successor = False
+        self._is_called = self._has_successor = self._is_handed_over = False
         self._current: RequestSpan | None = None
         self.single: RequestSpan | None = None
 
@@ -67,7 +68,8 @@ class Work:
         A call of a model ends a batch, so items that are taken afterwards are of the next one.
         """
         items = self._items if self.continues() else ()
-        self._is_called, self._current = False, None
+        self._is_called = self._is_handed_over = False
+        self._current = None
         if request is not None:
             items = tuple(item for item in items[-MAX_MEMBERS:] if not item.request.ended)
             items += (TakenItem(request, _clock.now()),)
@@ -83,7 +85,8 @@ class Work:
 
     def continues(self) -> bool:
         """Returns whether items that are taken now are of the same batch."""
-        return bool(self._items) and not self._is_called and not self.worker.starts_children
+        is_over = self._is_called or self._is_handed_over
+        return bool(self._items) and not is_over and not self.worker.starts_children
 
     @property
     def _own_items(self) -> tuple[TakenItem, ...]:
@@ -98,7 +101,7 @@ class Work:
                 item.request.open() if isinstance(item.request, DeferredRequest) else item.request
                 for item in self._own_items
             ]
-            members = list(dict.fromkeys(member for member in opened if member and not member.ended))
+            members = list(dict.fromkeys(member for each in opened for member in _list_members(each)))
             current = BatchRequest(members) if len(members) > 1 else (members[0] if members else None)
             self._current = current
         return current
@@ -107,6 +110,17 @@ class Work:
         """Returns the only request that is worked for, which may be deferred; None if there is none, or several."""
         alive = [item.request for item in self._own_items if not item.request.ended]
         return alive[0] if len(alive) == 1 else None
+
+    def hand_over(self) -> CurrentRequest | None:
+        """Returns whose item the worker puts into another queue: of a request, or a batch. Its next items are others."""
+        self._is_handed_over = True
+        return self.find_single() or self.open()
+
+    def close_joined(self) -> None:
+        """Closes the requests of other processes whose items the worker has worked off: their ends are not seen here."""
+        for item in self._items if self._is_called else ():
+            if isinstance(item.request, RequestSpan) and item.request.owner == JOINED:
+                item.request.close()
 
     def begin_call(self) -> RequestSpan | None:
         """Returns what a model is called for, and records how long its requests waited for the batch to be complete."""
@@ -127,6 +141,12 @@ class Work:
         if isinstance(current, BatchRequest):
             current.link_members()
         return current
+
+
+def _list_members(request: RequestSpan | None) -> list[RequestSpan]:
+    """Returns the requests of a batch, or the request itself, without those that have ended."""
+    members = request.members if isinstance(request, BatchRequest) else (request,)
+    return [member for member in members if member is not None and not member.ended]
 
 
 def is_task(key: int) -> bool:

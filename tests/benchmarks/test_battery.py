@@ -81,10 +81,23 @@ def test_without_a_fault_cpu_is_short_if_requests_wait_for_it(starved_ms: float,
     assert table.is_right("nothing", report) == table.is_right("nothing, busy machine", report) == right
 
 
-def test_unexplained_time_is_that_of_most_requests() -> None:
+@pytest.mark.parametrize(("server", "above"), [("embeddings", 94), ("vllm", 97)])
+def test_requests_with_much_unexplained_time_are_counted(server: str, above: int) -> None:
     report = make_report("healthy")
     report["worst"] = [{"duration_ms": 100.0, "causes_ms": {"unexplained": share}} for share in range(100)]
-    assert table.measure_unexplained(report) == 0.95
+    assert table.count_unexplained(report, server) == above
+
+
+@pytest.mark.parametrize(("unexplained", "verdict"), [(3, "pass"), (4, "fail")])
+def test_bar_of_unexplained_time_is_that_of_all_draws_with_a_fault(
+    unexplained: int, verdict: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    drawn = [make_outcome("lock", "queueing") for _ in range(2)]
+    drawn[0] |= {"largest": True, "requests": 30, "unexplained": unexplained}
+    drawn[1] |= {"largest": True, "requests": 30, "unexplained": 0}
+    table.print_table(drawn)
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "unexplained" in line]
+    assert line.endswith(verdict)
 
 
 def test_verdict_has_the_largest_share() -> None:

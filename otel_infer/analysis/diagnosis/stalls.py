@@ -18,7 +18,7 @@ from otel_infer.analysis.diagnosis.slow_requests import (
     median_gap_ms,
     select_slowest,
     streaming_time,
-    sum_cause_time,
+    sum_nonstreaming_cause_time,
     sum_streaming_cause_time,
 )
 from otel_infer.analysis.diagnosis.symptoms import Finding
@@ -66,12 +66,17 @@ def find_stream_stalls(served: list[RequestRecord], time: TimeByComplaint) -> li
 
 
 def find_stalled_results(served: list[RequestRecord], time: TimeByComplaint) -> list[Finding]:
-    """Finds stalls of requests without a stream: they delay the result, not a token."""
+    """Finds stalls outside of streams: they delay the first token, or the end of the result, and no later token."""
     kind = semconv.SYMPTOM_STUTTER
-    if any(record.summary.gaps >= _MIN_GAPS for record in served) or not time.is_complaint(kind):
+    if not time.is_complaint(kind):
         return []
     slow = [served[row] for row in time.longest(kind)]
-    parts = {cause: sum(sum_cause_time(record, cause) for record in slow) for cause in _STALL_CAUSES}
+    parts = {
+        cause: sum(sum_nonstreaming_cause_time(record, cause) for record in slow) for cause in _STALL_CAUSES
+    }
+    streaming = sum(sum_streaming_cause_time(record, *_STALL_CAUSES) for record in slow)
+    if sum(parts.values()) <= streaming:
+        return []
     cause = max(parts, key=lambda cause: parts[cause])
     mean_ms = parts[cause] / len(slow) / NS_PER_MS
     return [

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from otel_infer.tracing.fork_family import ForkFamily
+from otel_infer.tracing.process_family import ForkFamily
 
 IDS = bytes(range(16)), bytes(range(8)), bytes(8)
 

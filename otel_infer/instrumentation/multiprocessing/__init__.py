@@ -1,0 +1,8 @@
+"""Follows requests into other processes: jobs of process pools, and items of multiprocessing's queues."""
+
+from __future__ import annotations
+
+from otel_infer.instrumentation.multiprocessing import pools, process, queues
+from otel_infer.instrumentation.multiprocessing._instrumentor import instrumentor
+
+__all__ = ["instrumentor", "pools", "process", "queues"]

@@ -1,0 +1,116 @@
+"""What a process shares with the processes that it forks or spawns: they are one server."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+import struct
+import sys
+import uuid
+
+_PID = struct.Struct("<q")
+_IDS_SIZE = 24
+"""Bytes of a trace id and a span id."""
+
+
+class ProcessFamily:
+    """The processes of one server, as a spawned process knows them from its environment.
+
+    `start_ids`: trace, span and parent span id of the start of the server. `instance_id`: the `service.instance.id`
+    of all; empty = that of the sidecar, which the process that spawned this one has started. `folder_token`: the name
+    of the folder for the rings of all; empty = it is exported as a setting.
+    """
+
+    folder_token = ""
+
+    def __init__(self, start_ids: tuple[bytes, bytes, bytes], instance_id: str = "") -> None:
+        self.start_ids, self.instance_id = start_ids, instance_id
+
+    @classmethod
+    def from_environment(cls, exported: str) -> ProcessFamily | None:
+        """Returns the family of a process that multiprocessing has spawned; None for any other process.
+
+        `exported`: as in `export`.
+        """
+        if not _is_spawned():
+            return None
+        try:
+            values = bytes.fromhex(exported)
+        except ValueError:
+            return None
+        if len(values) not in (_IDS_SIZE, _IDS_SIZE + 16):
+            return None
+        instance = values[_IDS_SIZE:]
+        return cls(
+            (values[:16], values[16:_IDS_SIZE], bytes(8)), str(uuid.UUID(bytes=instance)) if instance else ""
+        )
+
+    @property
+    def exported(self) -> str:
+        """The start ids and the instance id in hex, for the environment of spawned processes."""
+        trace_id, span_id, _ = self.start_ids
+        instance = uuid.UUID(self.instance_id).hex if self.instance_id else ""
+        return (trace_id + span_id).hex() + instance
+
+    @property
+    def is_founder(self) -> bool:
+        """Whether this process started the others."""
+        return False
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether this process runs as the user of the others. Another user cannot read their rings."""
+        return True
+
+    def claim_start(self, joins: bool = True) -> bool:
+        """Returns whether this process may report the start of the server, as a part of it. `joins`: one reader reads all."""
+        return joins
+
+
+def _is_spawned() -> bool:
+    """Returns whether multiprocessing has started this interpreter, for a process or for a server that forks them."""
+    arguments = " ".join(sys.orig_argv)
+    return "--multiprocessing-fork" in arguments or "multiprocessing.forkserver" in arguments
+
+
+class ForkFamily(ProcessFamily):
+    """Created before a process starts another one for the first time, so that forked children inherit it."""
+
+    def __init__(self, start_ids: tuple[bytes, bytes, bytes]) -> None:
+        super().__init__(start_ids, str(uuid.uuid4()))
+        self.folder_token = f"{os.getpid()}-{secrets.token_hex(4)}"
+        self._founder, self._user = os.getpid(), os.getuid()
+        self._claim = mmap.mmap(-1, mmap.PAGESIZE)  # anonymous memory that all of them share
+
+    @property
+    def is_founder(self) -> bool:
+        return os.getpid() == self._founder
+
+    @property
+    def is_shared(self) -> bool:
+        return os.getuid() == self._user
+
+    def claim_start(self, joins: bool = True) -> bool:
+        """Returns whether this process may report the start of the server, as a part of it.
+
+        The first one to record claims it. Others join it while that process lives. Later ones, such as a process
+        for each job, are no start of a server. `joins`: one reader reads the rings of all.
+        """
+        if not self.is_shared:
+            return False
+        own, (claimer,) = os.getpid(), _PID.unpack_from(self._claim)
+        if not claimer or own == self._founder:
+            _PID.pack_into(self._claim, 0, own)
+            return True
+        return claimer == own or (joins and _is_alive(claimer))
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # a process of another user
+        return True
+    return True
