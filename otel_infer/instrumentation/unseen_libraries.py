@@ -15,7 +15,6 @@ class UnseenLibrary(NamedTuple):
     effect: str
 
 
-_WORKERS = "its jobs are requests of their own, and their wait is not seen"
 _WORKER_PROCESSES = "the model runs in its worker processes, apart from the HTTP request"
 _MODELS = "its models have no stage: put `otel_infer.stage` around their calls"
 UNSEEN_LIBRARIES = (
@@ -27,10 +26,6 @@ UNSEEN_LIBRARIES = (
     UnseenLibrary("pytriton", "its requests are not seen: open them by `otel_infer.request`"),
     UnseenLibrary("sglang", "its engine is not followed: HTTP requests only"),
     UnseenLibrary("llama_cpp", "its engine is not followed: HTTP requests only"),
-    UnseenLibrary("celery", _WORKERS),
-    UnseenLibrary("rq", _WORKERS),
-    UnseenLibrary("arq", _WORKERS),
-    UnseenLibrary("dramatiq", _WORKERS),
     UnseenLibrary("onnxruntime", _MODELS),
     UnseenLibrary("openvino", _MODELS),
     UnseenLibrary("ctranslate2", _MODELS),

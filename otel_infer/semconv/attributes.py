@@ -24,6 +24,13 @@ RPC_SYSTEM_NAME, RPC_METHOD, RPC_RESPONSE_STATUS_CODE = (
     "rpc.system.name", "rpc.method", "rpc.response.status_code",
 )  # fmt: skip
 """The RPC conventions 1.45: the method is fully qualified, the status code is a name such as `OK`."""
+MESSAGING_SYSTEM, MESSAGING_OPERATION_NAME, MESSAGING_OPERATION_TYPE = (
+    "messaging.system", "messaging.operation.name", "messaging.operation.type",
+)  # fmt: skip
+MESSAGING_DESTINATION, MESSAGING_MESSAGE_ID = "messaging.destination.name", "messaging.message.id"
+"""The messaging conventions 1.45. The span of a job that is processed is a CONSUMER span."""
+MESSAGING_PROCESS = "process"
+"""Name and type of the operation of a worker that processes a job."""
 URL_SCHEME = "url.scheme"
 URL_FULL = "url.full"
 SERVER_ADDRESS = "server.address"

@@ -67,6 +67,8 @@ EVENT_IMPORTED = "infer.imported"
 SPAN_HTTP = "HTTP"
 STAGE_DETOKENIZE = "detokenize"
 """No span: a part of `postprocess`, and a stage of the metrics."""
+WAITS_BEFORE_ARRIVAL = (SPAN_ACCEPT, SPAN_QUEUE_WAIT)
+"""Waits that may have begun before the server saw the request: in its socket, or in a queue of jobs."""
 WAIT_STAGES = (SPAN_POOL_WAIT, SPAN_LOCK_WAIT)
 """Waits of a request for a thread or a lock, before its first token. They lie inside other stages or between them."""
 NESTED_STAGES = (

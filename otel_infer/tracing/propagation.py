@@ -96,9 +96,7 @@ def _make_arrival(ids: bytes) -> events.RequestArrived:
     """Returns the arrival of a part of a request in this process. `ids`: trace id and span id of the request."""
     now, wall_at = _clock.read_clocks()
     names = "", "", "", ""
-    return events.RequestArrived(
-        now, wall_at, ids[:16], ids[16:], bytes(8), bytes(8), events.JOINED, *names
-    )
+    return events.RequestArrived(now, wall_at, ids[:16], ids[16:], bytes(8), bytes(8), events.JOINED, *names)
 
 
 def _parse_ids(text: str) -> bytes | None:

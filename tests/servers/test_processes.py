@@ -33,10 +33,16 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
         def start(method: str, has_line: bool) -> tuple[Server, int, OtlpReceiver]:
             port = free_port()
-            environ = {**receiver.environ, "OTEL_METRIC_EXPORT_INTERVAL": "1000", "PYTHONPATH": str(Path.cwd())}
+            environ = {
+                **receiver.environ,
+                "OTEL_METRIC_EXPORT_INTERVAL": "1000",
+                "PYTHONPATH": str(Path.cwd()),
+            }
             command = [sys.executable, "-m", "tests.servers.apps.pool_app", str(port), method]
             run = [sys.executable, "-m", "otel_infer", "run", "--"]
-            server = Server([*command, "instrument"] if has_line else [*run, *command], port, tmp_path / "log", environ)
+            server = Server(
+                [*command, "instrument"] if has_line else [*run, *command], port, tmp_path / "log", environ
+            )
             running.append(server)
             server.start()
             return server, port, receiver

@@ -77,7 +77,7 @@ def find_large_inputs(served: list[RequestRecord], time: TimeByComplaint) -> lis
     if large < _LARGE_INPUT * max(usual, 1.0):
         return []
     evidence = [f"the slow requests have {large:.0f} input tokens each, the median request {usual:.0f}"]
-    return [Finding(kind, semconv.CAUSE_PREFILL, 0.0, evidence, _SHORTER_INPUTS)]
+    return [Finding(kind, semconv.CAUSE_DECODE, 0.0, evidence, _SHORTER_INPUTS)]
 
 
 def find_prefill_interference(served: list[RequestRecord], time: TimeByComplaint) -> list[Finding]:

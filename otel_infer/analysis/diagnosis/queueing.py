@@ -31,7 +31,7 @@ _MAX_PEAK_SHARE = 1 / 3
 _CALM_FACTOR, _PEAK_WAIT_FACTOR = 2, 3
 """Factors of the wait before a peak: up to the first a peak is over; above the second it delayed requests."""
 _NS_PER_MS = 1_000_000
-_QUEUE_STAGES = (semconv.SPAN_QUEUE, *semconv.WAIT_STAGES)
+_QUEUE_STAGES = (semconv.SPAN_QUEUE, semconv.SPAN_QUEUE_WAIT, semconv.SPAN_BATCH_WAIT, *semconv.WAIT_STAGES)
 _RUNNING_STAGES = (semconv.SPAN_PREFILL, semconv.SPAN_DECODE, semconv.SPAN_FORWARD)
 
 

@@ -95,7 +95,7 @@ class OpenRequest:
 
     @property
     def arrived_at(self) -> int:
-        """When it arrived: in the server's socket if that was measured, else at the application."""
+        """When it arrived: in the server's socket or queue of jobs if that was measured, else at the application."""
         return self.accepted_since or self.arrived.at
 
     @property
@@ -260,7 +260,7 @@ class OpenRequest:
         self.cache[1:] = [event]  # the first and the last are stored
 
     def _add_stage(self, event: ring_events.StageEnded | ring_events.BytesMoved) -> None:
-        if event.stage == semconv.SPAN_ACCEPT and not self.stages:
+        if event.stage in semconv.WAITS_BEFORE_ARRIVAL and not self.stages:
             self.accepted_since = min(event.started_at, self.arrived.at)
         if len(self.stages) < MAX_STAGES:
             self.stages.append(event)

@@ -102,6 +102,7 @@ def _has_more_to_export(request: OpenRequest) -> bool:
         or request.prefixes
         or request.drafts
         or request.cache
+        or request.accepted_since
     )
 
 

@@ -52,7 +52,8 @@ def build_stages(record: RequestRecord, request: OpenRequest, milestones: Milest
     """Returns all stages in the order in which they began. Recorded stages replace derived ones."""
     stages = _recorded_stages(record, request) if request.stages else []
     names = {stage.name for stage in stages}
-    later_starts = [stage.started_at for stage in stages if stage.name not in _WAITS]
+    seen_at = request.arrived.at
+    later_starts = [stage.started_at for stage in stages if _follows_ingress(stage, seen_at)]
     if milestones.submitted_at or milestones.scheduled_at:
         later_starts += [at for at in (milestones.submitted_at, milestones.scheduled_at) if at]
     derived: list[tuple[str, Interval, DescribeStage | None]] = [
@@ -71,6 +72,11 @@ def build_stages(record: RequestRecord, request: OpenRequest, milestones: Milest
             stages.append(Stage(name, began, ended, describe(request, began, ended) if describe else {}))
     stages.sort(key=attrgetter("started_at"))
     return stages
+
+
+def _follows_ingress(stage: Stage, seen_at: int) -> bool:
+    """Returns whether a stage ends the ingress of a request that the server saw at `seen_at`."""
+    return stage.name not in _WAITS and stage.started_at >= seen_at
 
 
 def stage_at_end(record: RequestRecord, request: OpenRequest, milestones: Milestones) -> str:

@@ -14,7 +14,7 @@ from otel_infer.ringbuffer.events import Value
 
 MAX_PAUSES = 32
 """Maximum pause events on a request. The longest pauses are exported."""
-_SERVER_PREFIXES = ("http.", "rpc.", "url.", "server.", "client.", "network.", "user_agent.")
+_SERVER_PREFIXES = ("http.", "messaging.", "rpc.", "url.", "server.", "client.", "network.", "user_agent.")
 _STRING_KEYS = (
     semconv.OPERATION_NAME,
     semconv.PROVIDER_NAME,

@@ -20,7 +20,7 @@ from otel_infer.export.sampling import tail_sampler
 from otel_infer.export.spans import attributes as span_attributes
 from otel_infer.ringbuffer.events import ABORTED, ERROR, CodeLocated, Value, make_tuple
 
-SERVER, INTERNAL = 2, 1
+INTERNAL, SERVER, CONSUMER = 1, 2, 5
 STATUS_UNSET, STATUS_ERROR = 0, 2
 _EDGE_STAGES = frozenset(
     (semconv.SPAN_ACCEPT, *semconv.WAIT_STAGES, semconv.SPAN_INGRESS, semconv.SPAN_POSTPROCESS)
@@ -56,7 +56,7 @@ def build_request_spans(
     if is_server_only(record):
         name = record.span_name or server_name(record)
         server = _build_request_span(
-            record, decision, record.parent_span_id, name, SERVER, {**own, **http}, {}
+            record, decision, record.parent_span_id, name, _server_kind(http), {**own, **http}, {}
         )
         return [server, *_build_stage_spans(record, decision)] if has_stage_spans(record) else [server]
     spans, parent = [], record.parent_span_id
@@ -76,11 +76,16 @@ def _build_server_span(record: RequestRecord, http: SharedAttributes) -> Span:
         http = SharedAttributes({**http, semconv.ERROR_TYPE: record.error_type})
     offset = record.wall_offset
     fields = (
-        record.trace_id, record.server_span_id, record.parent_span_id, server_name(record), SERVER,
+        record.trace_id, record.server_span_id, record.parent_span_id, server_name(record), _server_kind(http),
         record.arrived_at + offset, record.ended_at + offset, _NO_ATTRIBUTES, (), (),
         _status_of_request(record), record.tracestate, 0, _NO_DURATIONS, http,
     )  # fmt: skip
     return make_tuple(Span, fields)  # type: ignore[no-any-return]
+
+
+def _server_kind(http: Mapping[str, Value]) -> int:
+    """Returns the kind of the span above a request: a job that is processed has a consumer span."""
+    return CONSUMER if semconv.MESSAGING_OPERATION_TYPE in http else SERVER
 
 
 def _build_request_span(

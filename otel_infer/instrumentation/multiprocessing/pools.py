@@ -1,6 +1,6 @@
 """Propagates the current request to jobs of pools: ProcessPoolExecutor, multiprocessing.Pool and ThreadPool.
 
-    submit, apply_async, map … ─▶ `pool wait` ─▶ the function, in a process of the pool ─▶ stages of the request
+submit, apply_async, map … ─▶ `pool wait` ─▶ the function, in a process of the pool ─▶ stages of the request
 """
 
 from __future__ import annotations

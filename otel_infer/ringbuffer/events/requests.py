@@ -324,6 +324,12 @@ OPERATION_KEYS = semconv.OPERATION_NAME, semconv.PROVIDER_NAME, semconv.REQUEST_
 
 RPC_KEYS = semconv.RPC_SYSTEM_NAME, semconv.RPC_METHOD, semconv.RPC_RESPONSE_STATUS_CODE
 """Attributes of the server span of a remote procedure call."""
+MESSAGING_KEYS = (
+    semconv.MESSAGING_SYSTEM, semconv.MESSAGING_DESTINATION, semconv.MESSAGING_MESSAGE_ID,
+    semconv.MESSAGING_OPERATION_NAME, semconv.MESSAGING_OPERATION_TYPE,
+)  # fmt: skip
+PROCESS = semconv.MESSAGING_PROCESS
+"""Attributes of the consumer span of a job, and the value of the last two."""
 
 REQUEST_EVENTS = (
     RequestArrived, StageEnded, BytesMoved, CacheHeld, RequestSubmitted, RequestReceived, RequestScheduled,

@@ -1,6 +1,6 @@
 """Flask, whose model runs in other processes: of pools, and of workers that take items from a queue.
 
-    python -m tests.servers.apps.pool_app PORT fork|spawn|forkserver [instrument]
+python -m tests.servers.apps.pool_app PORT fork|spawn|forkserver [instrument]
 """
 
 from __future__ import annotations
@@ -55,7 +55,9 @@ def collect_scores(scores: Any) -> None:
 
 @app.post("/executor/<name>")
 def use_executor(name: str) -> Response:
-    return jsonify(pools["executor"].submit(fail if name == "fail" else score, *[1] * (name != "fail")).result())
+    return jsonify(
+        pools["executor"].submit(fail if name == "fail" else score, *[1] * (name != "fail")).result()
+    )
 
 
 @app.post("/pool/<name>")
