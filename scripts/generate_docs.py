@@ -29,6 +29,7 @@ PAGES = {
 SECTIONS = {
     ("operate/cost.md", "whole servers"): whole_servers.build_whole_section,
     ("explain.md", "battery"): battery.build_battery_section,
+    ("explain.md", "battery advice"): battery.build_advice_section,
 }
 """Parts of pages that are otherwise written by hand, between two comments with their name."""
 COMPARED_ON = {"reference/commands.md": (3, 11)}

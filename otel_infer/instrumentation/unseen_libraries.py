@@ -18,7 +18,6 @@ class UnseenLibrary(NamedTuple):
 _WORKER_PROCESSES = "the model runs in its worker processes, apart from the HTTP request"
 _MODELS = "its models have no stage: put `otel_infer.stage` around their calls"
 UNSEEN_LIBRARIES = (
-    UnseenLibrary("litserve", _WORKER_PROCESSES),
     UnseenLibrary("ray.serve", _WORKER_PROCESSES),
     UnseenLibrary("bentoml", "batches of its dispatcher are not assigned to their requests"),
     UnseenLibrary("mlserver", "adaptive batches are assigned to the wrong requests, and its gRPC and workers are not followed"),

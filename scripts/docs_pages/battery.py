@@ -1,4 +1,4 @@
-"""The table of the battery in docs/explain.md, from the file that `python -m benchmarks.battery --publish` writes."""
+"""The tables of the battery in docs/explain.md, from what `python -m benchmarks.battery --publish` and its `advice` write."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from benchmarks.battery.faults import FAULTS
 from benchmarks.battery.servers import SERVERS
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "battery.json"
+ADVICE = RESULTS.with_name("battery_advice.json")
 
 
 def build_battery_section(results: Path = RESULTS) -> str:
@@ -34,6 +35,28 @@ def build_battery_section(results: Path = RESULTS) -> str:
     absent = [SERVERS[name].title for name in SERVERS if name not in names]
     note = f"\nNot drawn yet: {', '.join(absent)}.\n" if absent else ""
     return "\n".join(lines) + "\n" + note
+
+
+def build_advice_section(results: Path = ADVICE) -> str:
+    """Returns a table: for each fault the change, and for each server how far the p99 of the cause fell."""
+    if not results.exists():
+        return "There is no table yet: no result is committed.\n"
+    rows = json.loads(results.read_text())
+    names = [name for name in SERVERS if any(row["server"] == name for row in rows)]
+    lines = [
+        f"| fault | change | {' | '.join(SERVERS[name].title for name in names)} |",
+        "|---" * (len(names) + 2) + "|",
+    ]
+    for fault in dict.fromkeys(row["fault"] for row in rows):
+        by_server = {row["server"]: row for row in rows if row["fault"] == fault}
+        shown = [_format_fall(by_server.get(name)) for name in names]
+        advice = next(iter(by_server.values()))["advice"]
+        lines.append(f"| {fault} | {advice} | {' | '.join(shown)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _format_fall(row: dict[str, Any] | None) -> str:
+    return "—" if row is None else f"`{row['cause']}` {row['before_ms']:.0f} → {row['after_ms']:.0f} ms"
 
 
 def _format_cell(outcomes: list[dict[str, Any]]) -> str:

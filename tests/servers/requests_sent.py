@@ -27,6 +27,8 @@ def send(port: int, method: str, path: str, body: bytes = b"x" * 100) -> Answer:
     trace_id, parent_id, header = make_ids()
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
     headers = {"traceparent": header, "connection": "close"}
+    if body.startswith(b"{"):
+        headers["content-type"] = "application/json"
     connection.request(method, path, body if method == "POST" else None, headers)
     response = connection.getresponse()
     content = response.read()

@@ -44,15 +44,13 @@ PREPARATION = frozenset(
     )
 )
 """Stages that alone are no inference: `POST /tokenize` has some of them too."""
-_BEFORE_WORK = frozenset(
-    (
-        semconv.SPAN_ACCEPT,
-        *semconv.WAIT_STAGES,
-        semconv.SPAN_INGRESS,
-        semconv.SPAN_QUEUE_WAIT,
-        semconv.SPAN_BATCH_WAIT,
-    )
-)
+_BEFORE_WORK = PREPARATION - {
+    semconv.SPAN_TOKENIZE,
+    semconv.SPAN_FETCH_MEDIA,
+    semconv.SPAN_PREPARE_MEDIA,
+    semconv.SPAN_WEIGHTS,
+}
+"""Stages that alone are no inference even of a request that failed. One that failed in another stage was on its way."""
 _MODEL_STAGES = frozenset((semconv.SPAN_FORWARD, semconv.SPAN_DECODE, semconv.SPAN_PREFILL))
 MAX_STEPS_AFTER_END = 1024
 """Steps that may begin between the end of a request and its conclusion."""

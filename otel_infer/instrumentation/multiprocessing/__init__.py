@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from otel_infer.instrumentation.multiprocessing import pools, process, queues
+from otel_infer.instrumentation.multiprocessing import managers, pools, process, queues
 from otel_infer.instrumentation.multiprocessing._instrumentor import instrumentor
 
-__all__ = ["instrumentor", "pools", "process", "queues"]
+__all__ = ["instrumentor", "managers", "pools", "process", "queues"]

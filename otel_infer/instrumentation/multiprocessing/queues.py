@@ -79,17 +79,23 @@ def _patch_put(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
 
 
 def _note_put(item: Any) -> bool:
-    """Notes that the current request puts an item. Returns whether it does. A result of a worker is no item of a request."""
+    """Notes that the current request puts an item. Returns whether it does."""
+    trailer = describe_put() if len(_noted) <= MAX_NOTED else None
+    if trailer is not None:
+        _noted.setdefault(id(item), []).append(trailer)
+    return trailer is not None
+
+
+def describe_put() -> Trailer | None:
+    """Returns what is sent with an item that is put here; None if no request puts it. A worker's result is no item."""
     found = context.current_context().get(REQUEST_KEY)
     if type(found) is Work:
-        found.close_joined()
         found = found.hand_over()
     elif isinstance(found, DeferredRequest):
         found = start.current_request()
-    if not isinstance(found, RequestSpan) or found.ended or found.owner == JOINED or len(_noted) > MAX_NOTED:
-        return False
-    _noted.setdefault(id(item), []).append(Trailer(os.getpid(), _clock.now(), list_headers(found)))
-    return True
+    if not isinstance(found, RequestSpan) or found.ended or found.owner == JOINED:
+        return None
+    return Trailer(os.getpid(), _clock.now(), list_headers(found))
 
 
 def _pop_note(item: Any) -> Trailer | None:
@@ -122,7 +128,7 @@ def _patch_loads(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]
         item = original(data, *args, **kwargs)
         if hook.alive and type(data) is bytes and data.endswith(_MAGIC):
             try:
-                _take_item(parse_trailer(data))
+                take_item(parse_trailer(data))
             except Exception as exc:
                 hook.count_failure(exc)
         return item
@@ -130,7 +136,7 @@ def _patch_loads(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]
     return loads
 
 
-def _take_item(trailer: Trailer) -> None:
+def take_item(trailer: Trailer) -> None:
     """Ends the wait of an item that was taken here, and makes its request the worker's work."""
     if trailer.pid == os.getpid():
         return  # a thread of the same process, which has no part of the request to record
@@ -144,18 +150,19 @@ def _take_item(trailer: Trailer) -> None:
 def _patch_get(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     def get(self: Any, *args: Any, **kwargs: Any) -> Any:
         if hook.alive:
-            _close_joined(hook)
+            close_joined(hook)
         try:
             return original(self, *args, **kwargs)
         except BaseException:
             if hook.alive:
-                _note_wait(hook)
+                note_wait(hook)
             raise
 
     return compile_thread_work(original, hook, get)
 
 
-def _close_joined(hook: Hook) -> None:
+def close_joined(hook: Hook) -> None:
+    """Ends the part of requests of other processes here, before the worker asks for its next item."""
     try:
         work = context.current_context().get(REQUEST_KEY)
         if type(work) is Work:
@@ -164,7 +171,7 @@ def _close_joined(hook: Hook) -> None:
         hook.count_failure(exc)
 
 
-def _note_wait(hook: Hook) -> None:
+def note_wait(hook: Hook) -> None:
     """Notes that a worker got no further item: the queue was empty, or it has waited long enough."""
     try:
         work = context.current_context().get(REQUEST_KEY)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 import os
 import pickle
@@ -15,7 +16,7 @@ import pytest
 from opentelemetry.context import Context
 
 from otel_infer import semconv
-from otel_infer.instrumentation.multiprocessing import instrumentor, queues
+from otel_infer.instrumentation.multiprocessing import instrumentor, managers, queues
 from otel_infer.ringbuffer import events
 from otel_infer.ringbuffer.recorder import recorder
 from otel_infer.tracing import start
@@ -30,6 +31,7 @@ WAIT_S = 0.02
 @pytest.fixture
 def recording() -> Iterator[Recording]:
     multiprocessing.get_context("fork").Queue()  # imports the module of queues
+    importlib.import_module("multiprocessing.managers")
     instrumentor.install()
     assert instrumentor.status.drift is None
     recording = Recording()
@@ -139,14 +141,15 @@ def test_items_that_are_taken_before_one_call_are_a_batch(recording: Recording) 
     assert stages_of(second) == ["ingress", "queue wait", "forward"]
 
 
-def test_result_of_a_worker_ends_its_work_and_is_not_followed(recording: Recording) -> None:
+def test_result_of_a_worker_is_not_followed(recording: Recording) -> None:
     request = open_request()
     ForkingPickler.loads(pickle_of("item", request))
     call_model()
     results = multiprocessing.get_context("fork").Queue()
-    results.put("result")
-    assert results.get(timeout=5) == "result"
-    assert count_open() == 1 and not queues._noted
+    results.put("part of a stream")
+    assert count_open() == 2 and not queues._noted
+    assert results.get(timeout=5) == "part of a stream"
+    assert count_open() == 1
     request.close()
 
 
@@ -163,3 +166,30 @@ def test_items_without_a_request_have_no_trailer(recording: Recording) -> None:
     items = multiprocessing.get_context("fork").Queue()
     put(items, "item")
     assert not queues._noted and items.get(timeout=5) == "item"
+
+
+def test_item_of_a_manager_s_queue_unwraps_itself_where_it_is_taken(
+    recording: Recording, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = open_request()
+    trailer = queues.Trailer(OTHER_PID, time.monotonic_ns(), queues.list_headers(request))
+    data = pickle.dumps(("#RETURN", managers.CarriedItem({"rows": 1}, trailer)))
+    monkeypatch.setattr(managers, "_is_manager", lambda: True)
+    kept = pickle.loads(data)[1]
+    assert isinstance(kept, managers.CarriedItem) and count_open() == 1
+    monkeypatch.undo()
+    assert pickle.loads(pickle.dumps(kept)) == {"rows": 1}
+    assert count_open() == 2
+    request.close()
+
+
+def test_items_pass_a_real_manager_unchanged(recording: Recording) -> None:
+    with multiprocessing.get_context("fork").Manager() as manager:
+        items = manager.Queue()
+        request = open_request()
+        put(items, {"rows": [1, 2]}, request)
+        put(items, "no request")
+        assert [items.get(), items.get(timeout=5)] == [{"rows": [1, 2]}, "no request"]
+        with pytest.raises(queue.Empty):
+            items.get(timeout=0.01)
+        request.close()

@@ -1,0 +1,95 @@
+"""Follows the items of requests through the queues of a manager, `multiprocessing.Manager().Queue()`.
+
+    a request puts an item, wrapped ─▶ the manager's process keeps it wrapped ─▶ a worker gets the item itself
+
+The wrapper unwraps itself where it is unpickled outside of the manager's process, so a process without hooks gets the item too.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from otel_infer.instrumentation.hooks.probe import Hook
+from otel_infer.instrumentation.multiprocessing._instrumentor import instrumentor
+from otel_infer.instrumentation.multiprocessing.queues import (
+    Trailer,
+    close_joined,
+    describe_put,
+    note_wait,
+    take_item,
+)
+
+PUTS, TAKES = ("put", "put_nowait"), ("get", "get_nowait")
+QUEUE_PROXY = "Queue]"
+"""The name of a proxy's class ends with it: `AutoProxy[Queue]`, `AutoProxy[JoinableQueue]`."""
+MANAGER_PROCESS = "SyncManager-"
+
+
+class CarriedItem:
+    """An item on its way through a manager, with who has put it."""
+
+    __slots__ = ("item", "trailer")
+
+    def __init__(self, item: Any, trailer: Trailer) -> None:
+        self.item, self.trailer = item, trailer
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return restore_item, (self.item, tuple(self.trailer))
+
+
+def restore_item(item: Any, fields: tuple[Any, ...]) -> Any:
+    """Returns the item in the process that takes it, which works for its request from now on; else the wrapper."""
+    trailer = Trailer(*fields)
+    if _is_manager():
+        return CarriedItem(item, trailer)
+    if _hooks and _hooks[-1].alive:
+        try:
+            take_item(trailer)
+        except Exception as exc:
+            _hooks[-1].count_failure(exc)
+    return item
+
+
+_hooks: list[Hook] = []
+"""The hook on proxies, once it is installed in this process."""
+
+
+def _is_manager() -> bool:
+    process = sys.modules.get("multiprocessing.process")
+    name = process.current_process().name if process is not None else ""
+    return bool(name.startswith(MANAGER_PROCESS))
+
+
+@instrumentor.patch_hot_path(
+    "multiprocessing.managers:BaseProxy._callmethod", reads=("methodname", "args"), part="managers"
+)
+def _patch_call(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+    _hooks.append(hook)
+
+    def call_method(self: Any, methodname: str, args: Any = (), kwds: Any = {}) -> Any:  # noqa: B006 (as the original)
+        if not hook.alive or not type(self).__name__.endswith(QUEUE_PROXY):
+            return original(self, methodname, args, kwds)
+        if methodname in TAKES:
+            close_joined(hook)
+            try:
+                return original(self, methodname, args, kwds)
+            except BaseException:
+                note_wait(hook)
+                raise
+        if methodname in PUTS:
+            args = _wrap_item(args, hook)
+        return original(self, methodname, args, kwds)
+
+    return call_method
+
+
+def _wrap_item(args: Any, hook: Hook) -> Any:
+    """Returns the arguments of a put, with the item of a request wrapped."""
+    try:
+        trailer = describe_put() if args else None
+        return args if trailer is None else (CarriedItem(args[0], trailer), *args[1:])
+    except Exception as exc:
+        hook.count_failure(exc)
+        return args
