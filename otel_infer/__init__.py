@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from opentelemetry.trace import TracerProvider
 
-    from otel_infer.instrumentation.manual import request, stage, step
+    from otel_infer.instrumentation.manual import batch, item, request, stage, step
 
-__all__ = ["flush", "instrument", "request", "stage", "step", "uninstrument"]
+__all__ = ["batch", "flush", "instrument", "item", "request", "stage", "step", "uninstrument"]
 
 
 def instrument(*, tracer_provider: TracerProvider | None = None, integrations: tuple[str, ...] = ()) -> bool:
@@ -53,8 +53,8 @@ def flush(timeout: float = 5.0) -> bool:
 
 
 def __getattr__(name: str) -> Any:
-    """Imports `stage`, `request` or `step` on first use, because they import OpenTelemetry's API."""
-    if name in ("request", "stage", "step"):
+    """Imports the manual API on first use, because they import OpenTelemetry's API."""
+    if name in ("batch", "item", "request", "stage", "step"):
         from otel_infer.instrumentation import manual
 
         return getattr(manual, name)

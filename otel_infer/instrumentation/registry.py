@@ -24,6 +24,7 @@ BUILTIN = {
     "tornado": "tornado",
     "sanic": "sanic",
     "grpc": "grpc",
+    "gradio": "gradio",
     "celery": "celery",
     "rq": "rq",
     "arq": "arq",
