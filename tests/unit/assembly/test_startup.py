@@ -342,6 +342,16 @@ def test_a_forked_process_that_ends_leaves_the_start_open() -> None:
     assert story.outcome() == ("lifespan", "", 3000)
 
 
+def test_a_process_that_is_spawned_after_all_others_have_ended_is_no_second_start() -> None:
+    story = Starting()
+    story.ready(1000, 2000)
+    story.died(3000)
+    story.add_event(WORKER, 0, events.ProcessSeen(0, 78, "server", 0))
+    story.add_event(WORKER, 0, events.ProcessStarted(ns(4000), 0, *BEGUN, bytes(8)))
+    story.ends(5100, story.arrives(5000, http=False, process=WORKER))
+    assert story.outcome() == ("lifespan", "", 2000)
+
+
 def test_a_forked_process_killed_while_loading_is_a_failed_start() -> None:
     story = forked()
     story.add_event(WORKER, 0, events.PhaseBegan(ns(1200), events.WEIGHTS))

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import sys
 
 import pytest
 
-from otel_infer.tracing.process_family import ForkFamily
+from otel_infer.tracing.process_family import ForkFamily, ProcessFamily
 
 IDS = bytes(range(16)), bytes(range(8)), bytes(8)
 
@@ -58,3 +59,40 @@ def test_a_family_has_one_folder_and_one_instance() -> None:
     first, second = ForkFamily(IDS), ForkFamily(IDS)
     assert first.folder_token != second.folder_token and first.instance_id != second.instance_id
     assert first.folder_token.startswith(f"{os.getpid()}-")
+
+
+SPAWNED = ["python", "-c", "from multiprocessing.spawn import spawn_main", "--multiprocessing-fork"]
+FORKSERVER = ["python", "-c", "from multiprocessing.forkserver import main; main(3)"]
+
+
+@pytest.mark.parametrize("arguments", [SPAWNED, FORKSERVER], ids=["spawn", "forkserver"])
+def test_a_spawned_process_is_of_the_family_of_its_environment(
+    monkeypatch: pytest.MonkeyPatch, arguments: list[str]
+) -> None:
+    monkeypatch.setattr(sys, "orig_argv", arguments)
+    founder = ForkFamily(IDS)
+    family = ProcessFamily.from_environment(founder.exported)
+    assert family is not None and founder.is_founder and not family.is_founder
+    assert (family.start_ids, family.instance_id) == (IDS, founder.instance_id)
+    assert family.is_shared and family.claim_start() and not family.claim_start(joins=False)
+
+
+def test_a_spawned_process_of_a_server_without_an_instance_id_takes_that_of_the_sidecar(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "orig_argv", SPAWNED)
+    family = ProcessFamily.from_environment(ProcessFamily(IDS).exported)
+    assert family is not None and (family.start_ids, family.instance_id) == (IDS, "")
+
+
+@pytest.mark.parametrize("exported", ["", "no hex", "ab", "ab" * 25])
+def test_a_spawned_process_without_valid_ids_has_no_family(
+    monkeypatch: pytest.MonkeyPatch, exported: str
+) -> None:
+    monkeypatch.setattr(sys, "orig_argv", SPAWNED)
+    assert ProcessFamily.from_environment(exported) is None
+
+
+def test_a_server_that_another_one_has_started_has_no_family(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "orig_argv", ["python", "server.py"])
+    assert ProcessFamily.from_environment(ForkFamily(IDS).exported) is None

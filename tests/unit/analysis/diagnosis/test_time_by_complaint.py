@@ -105,6 +105,13 @@ def test_slow_requests_show_their_excess(slow: Causes, verdict: str, cause: str)
     assert all(other.weight <= named.weight for other in diagnosis.findings)
 
 
+def test_stall_before_the_first_token_of_a_stream_stutters() -> None:
+    records = make_load({"gc": 400, **BUSY})
+    for record in records:
+        record.summary = NO_STEPS._replace(gaps=19, gaps_total=100 * MS, gap_max=6 * MS)
+    assert first(records) == ("stutter", "gc")
+
+
 @pytest.mark.parametrize("cause", ["lock_queue", "ingress", "socket_queue", "egress"])
 def test_wait_of_everybody_is_a_complaint(cause: str) -> None:
     """There is no excess: each request waits 30 ms of 140."""
