@@ -85,7 +85,7 @@ def note_put(queue: Any, item: Any) -> QueueState | None:
     if found is None:
         return None
     if type(found) is Work:
-        found = found.hand_over()
+        found = found.hand_over(item)
     if found is None or found.ended:
         return None
     state: QueueState | None = queue.__dict__.get(STATE_ATTRIBUTE)
@@ -119,18 +119,18 @@ def note_take(queue: Any, item: Any) -> None:
         request.record_event(events.StageEnded(_clock.now(), put_at, events.QUEUE_WAIT, 0))
     if request is None and not is_worker:
         return
-    take_for_worker(current if is_worker else None, request)
+    take_for_worker(current if is_worker else None, request, id(item))
 
 
-def take_for_worker(work: Work | None, request: CurrentRequest | None) -> None:
+def take_for_worker(work: Work | None, request: CurrentRequest | None, item_id: int = 0) -> None:
     """Makes the request what the worker works for, perhaps with others in a batch."""
     key = find_worker()
     if work is None or (work.worker.key != key and not (_HAS_INNER_TASKS and is_task(key))):
         work = Work(Worker(key))
     elif work.worker.key != key:
-        work.take(request)
+        work.take(request, item_id)
         return
-    attach_work(work.take_next(request))
+    attach_work(work.take_next(request, item_id))
 
 
 def _is_followed(queue: Any, frame: Any) -> bool:

@@ -31,7 +31,7 @@ class ProcessFamily:
     def from_environment(cls, exported: str) -> ProcessFamily | None:
         """Returns the family of a process that multiprocessing has spawned; None for any other process.
 
-        `exported`: as in `export`.
+        `exported`: by the process that has spawned this one, as in the property `exported`.
         """
         if not _is_spawned():
             return None

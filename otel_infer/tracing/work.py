@@ -26,10 +26,11 @@ MAX_MEMBERS = 1024
 
 
 class TakenItem(NamedTuple):
-    """An item of a request, and when it was taken (monotonic ns)."""
+    """An item of a request, and when it was taken (monotonic ns). `item_id`: `id` of the object; 0 = unknown."""
 
     request: CurrentRequest
     taken_at: int
+    item_id: int = 0
 
 
 class Worker:
@@ -51,42 +52,40 @@ class Work:
     `single`: the request whose span is current in the worker; None while it works for none, or for several.
     """
 
-    __slots__ = ("_current", "_has_successor", "_is_called", "_is_handed_over", "_items", "single", "worker")
+    __slots__ = ("_current", "_has_successor", "_is_called", "_items", "single", "worker")
 
     ended = False
 
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
         self._items: tuple[TakenItem, ...] = ()
-        self._is_called = self._has_successor = self._is_handed_over = False
+        self._is_called = self._has_successor = False
         self._current: RequestSpan | None = None
         self.single: RequestSpan | None = None
 
-    def take(self, request: CurrentRequest | None) -> None:
+    def take(self, request: CurrentRequest | None, item_id: int = 0) -> None:
         """Adds the request of an item that was just taken; None if the item is of no request that is recorded.
 
         A call of a model ends a batch, so items that are taken afterwards are of the next one.
         """
         items = self._items if self.continues() else ()
-        self._is_called = self._is_handed_over = False
-        self._current = None
+        self._is_called, self._current = False, None
         if request is not None:
             items = tuple(item for item in items[-MAX_MEMBERS:] if not item.request.ended)
-            items += (TakenItem(request, _clock.now()),)
+            items += (TakenItem(request, _clock.now(), item_id),)
         self._items = items
 
-    def take_next(self, request: CurrentRequest | None) -> Work:
+    def take_next(self, request: CurrentRequest | None, item_id: int = 0) -> Work:
         """Returns the work after a further item. Children that began before keep this one."""
         following = Work(self.worker)
         if self.continues():
             following._items, self._has_successor = self._items, True
-        following.take(request)
+        following.take(request, item_id)
         return following
 
     def continues(self) -> bool:
         """Returns whether items that are taken now are of the same batch."""
-        is_over = self._is_called or self._is_handed_over
-        return bool(self._items) and not is_over and not self.worker.starts_children
+        return bool(self._items) and not self._is_called and not self.worker.starts_children
 
     @property
     def _own_items(self) -> tuple[TakenItem, ...]:
@@ -111,10 +110,14 @@ class Work:
         alive = [item.request for item in self._own_items if not item.request.ended]
         return alive[0] if len(alive) == 1 else None
 
-    def hand_over(self) -> CurrentRequest | None:
-        """Returns whose item the worker puts into another queue: of a request, or a batch. Its next items are others."""
-        self._is_handed_over = True
-        return self.find_single() or self.open()
+    def hand_over(self, item: object) -> CurrentRequest | None:
+        """Returns whose item the worker puts into another queue. An item that it has taken is no part of its batch then."""
+        for taken in self._items:
+            if taken.item_id == id(item):
+                self._items = tuple(other for other in self._items if other is not taken)
+                self._current = None
+                return taken.request
+        return self.find_single()
 
     def close_joined(self) -> None:
         """Closes the requests of other processes whose items the worker has worked off: their ends are not seen here."""

@@ -88,7 +88,7 @@ def _patch_call(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
 def _wrap_item(args: Any, hook: Hook) -> Any:
     """Returns the arguments of a put, with the item of a request wrapped."""
     try:
-        trailer = describe_put() if args else None
+        trailer = describe_put(args[0]) if args else None
         return args if trailer is None else (CarriedItem(args[0], trailer), *args[1:])
     except Exception as exc:
         hook.count_failure(exc)

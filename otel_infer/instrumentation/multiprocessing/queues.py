@@ -80,17 +80,17 @@ def _patch_put(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
 
 def _note_put(item: Any) -> bool:
     """Notes that the current request puts an item. Returns whether it does."""
-    trailer = describe_put() if len(_noted) <= MAX_NOTED else None
+    trailer = describe_put(item) if len(_noted) <= MAX_NOTED else None
     if trailer is not None:
         _noted.setdefault(id(item), []).append(trailer)
     return trailer is not None
 
 
-def describe_put() -> Trailer | None:
-    """Returns what is sent with an item that is put here; None if no request puts it. A worker's result is no item."""
+def describe_put(item: Any) -> Trailer | None:
+    """Returns the trailer of an item that is put here; None if no request puts it. A result of a worker has none."""
     found = context.current_context().get(REQUEST_KEY)
     if type(found) is Work:
-        found = found.hand_over()
+        found = found.hand_over(item)
     elif isinstance(found, DeferredRequest):
         found = start.current_request()
     if not isinstance(found, RequestSpan) or found.ended or found.owner == JOINED:

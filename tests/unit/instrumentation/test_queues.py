@@ -389,3 +389,33 @@ def test_a_full_queue_keeps_its_own_exception(recording: Recording) -> None:
     with pytest.raises(queue.Full):
         work.put(2, block=False)
     assert len(work.otel_infer_state.entries) == 1  # type: ignore[attr-defined]
+
+
+def test_item_that_a_dispatcher_passes_on_stays_its_request_s(recording: Recording) -> None:
+    """A thread takes items, and puts each into the queue of another thread, which calls the model."""
+    first: queue.Queue[Any] = queue.Queue()
+    second: queue.Queue[Any] = queue.Queue()
+    done: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def dispatch() -> None:
+        for _ in range(3):
+            second.put(first.get())
+
+    def work() -> None:
+        for _ in range(3):
+            taken = second.get()
+            done.put((taken["name"], call_model()))
+
+    threads = [threading.Thread(target=target) for target in (dispatch, work)]
+    for thread in threads:
+        thread.start()
+    requests = {name: open_request(name) for name in "abc"}
+    for name, request in requests.items():
+        token = request.attach()
+        first.put({"name": name})
+        detach(token)
+    for thread in threads:
+        thread.join(5)
+    assert sorted(done.get() for _ in range(3)) == [(name, [name]) for name in "abc"]
+    for request in requests.values():
+        request.close()
