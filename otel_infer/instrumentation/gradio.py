@@ -23,7 +23,7 @@ HEADERS_ATTRIBUTE = "otel_infer_headers"
 
 instrumentor = Instrumentor("gradio", "gradio", ("gradio",))
 _errors: ContextVar[list[BaseException] | None] = ContextVar("otel_infer-gradio-errors", default=None)
-"""What the function of the current job has raised."""
+"""The exceptions that the function of the current job has raised."""
 
 
 @instrumentor.patch_hot_path("gradio.queueing:Event.__init__")
@@ -50,7 +50,7 @@ def _patch_process(original: Callable[..., Any], hook: Hook) -> Callable[..., An
         if not jobs:
             return await original(self, events, *args, **kwargs)
         errors: list[BaseException] = []
-        _errors.set(errors)  # each call is a task of its own
+        _errors.set(errors)  # Gradio calls this in a new task
         try:
             with _attach_jobs(jobs):
                 return await original(self, events, *args, **kwargs)

@@ -92,7 +92,7 @@ def begin_job(job: Job, hook: Hook) -> JobExchange | None:
 
 
 def add_headers(carrier: MutableMapping[str, Any]) -> None:
-    """Adds the headers of the current request, or span, to a job that is put. What is there already stays."""
+    """Adds the headers of the current request, or span, to a job that is put. Headers that the job has already stay."""
     request = start.current_request()
     headers: dict[str, str] = {}
     if request is not None:

@@ -1,4 +1,4 @@
-"""What a process shares with the processes that it forks or spawns: they are one server."""
+"""The processes of one server: a process, and the processes that it forks or spawns."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class ProcessFamily:
     """The processes of one server, as a spawned process knows them from its environment.
 
     `start_ids`: trace, span and parent span id of the start of the server. `instance_id`: the `service.instance.id`
-    of all; empty = that of the sidecar, which the process that spawned this one has started. `folder_token`: the name
+    of all; empty = the sidecar has one already. `folder_token`: the name
     of the folder for the rings of all; empty = it is exported as a setting.
     """
 

@@ -147,7 +147,7 @@ class Work:
 
 
 def _list_members(request: RequestSpan | None) -> list[RequestSpan]:
-    """Returns the requests of a batch, or the request itself, without those that have ended."""
+    """Returns the requests of a batch, or the request itself; ended requests are left out."""
     members = request.members if isinstance(request, BatchRequest) else (request,)
     return [member for member in members if member is not None and not member.ended]
 

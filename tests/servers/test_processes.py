@@ -1,4 +1,4 @@
-"""Models in other processes: pools and queues of the standard library. What they do belongs to the request, once."""
+"""Models in other processes: pools and queues of the standard library. Their work belongs to the request, once."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class item:  # noqa: N801 - used like a function
 
 
 class batch(TracedScope):  # noqa: N801 - used like a function
-    """What runs in it belongs to all requests of a batch: `with`, or `async with`. Make a new one for each batch.
+    """Code in it works for all requests of a batch: `with`, or `async with`. Make a new one for each batch.
 
     `items`: what `otel_infer.item()` returned in the handler of each request. Calls of models, and stages, are recorded
     for each request, with the size of the batch. The requests are linked to each other.

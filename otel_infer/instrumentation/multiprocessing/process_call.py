@@ -59,6 +59,6 @@ def list_headers(request: RequestSpan) -> list[Headers]:
 
 
 def join_requests(headers: Sequence[Headers]) -> list[RequestSpan]:
-    """Returns the requests that the headers carry, in this process; none of those that are not recorded."""
+    """Returns the requests that the headers carry, as live spans of this process; requests that are not recorded are left out."""
     parts = [propagation.join_as_span(each) for each in headers]
     return [part for part in parts if part is not None]

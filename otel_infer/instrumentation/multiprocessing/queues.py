@@ -33,7 +33,7 @@ _MAGIC, _LENGTH_SIZE = b"otel-infer-item", 4
 
 
 class Trailer(NamedTuple):
-    """What follows the pickle of an item. `pid`: of the process that put it. `put_at`: monotonic ns."""
+    """The bytes after the pickle of an item. `pid`: of the process that put it. `put_at`: monotonic ns."""
 
     pid: int
     put_at: int
