@@ -235,7 +235,8 @@ class _Installation:
             atexit.unregister(process_start.record_process_exit)
             # atexit calls the last registered function first, so the reader still runs then.
             atexit.register(process_start.record_process_exit)
-            if recorder.role == SERVER and self._represents_server():
+            if recorder.role == SERVER and not self._is_reported_by_server():
+                environment.export_startup_reported()
                 has_provider = self.provider is not None
                 print_stderr(
                     startup_message.format_message(
@@ -308,10 +309,10 @@ class _Installation:
         family = self._start_recorder.family
         return family if family is not None and family.is_shared else None
 
-    def _represents_server(self) -> bool:
-        """Returns whether this process, of all processes of its server, prints the startup message."""
+    def _is_reported_by_server(self) -> bool:
+        """Returns whether this process was spawned by one that has printed the startup message."""
         family = self._find_family()
-        return family is None or family.is_founder or self._sidecars.sidecar is not None
+        return family is not None and family.is_spawned and environment.is_startup_reported()
 
     def _prepare_fork(self) -> None:
         if self.installed and self.provider is None:

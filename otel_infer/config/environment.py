@@ -20,7 +20,7 @@ from otel_infer.config.settings import SETTINGS, InvalidSetting
 
 _DISABLED_NAMES = ("otel_infer", "*")
 SIDECAR_GUARD = "OTEL_INFER_SIDECAR"
-_STARTUP_IDS = "OTEL_INFER_START"
+_STARTUP_IDS, _STARTUP_REPORTED = "OTEL_INFER_START", "OTEL_INFER_START_REPORTED"
 _SIDECAR_EXCLUDED = (
     "LD_PRELOAD",
     "LD_AUDIT",
@@ -245,6 +245,16 @@ def export_startup_ids(ids: str) -> None:
 def inherited_startup_ids() -> str:
     """Returns the start ids that the parent process exported; empty if it exported none."""
     return os.environ.get(_STARTUP_IDS, "")
+
+
+def export_startup_reported() -> None:
+    """Tells the processes that this process starts that it has printed the startup message of the server."""
+    os.environ[_STARTUP_REPORTED] = "1"
+
+
+def is_startup_reported() -> bool:
+    """Returns whether the process that started this one, or one above it, has printed the startup message."""
+    return _STARTUP_REPORTED in os.environ
 
 
 def grafana_token() -> str:

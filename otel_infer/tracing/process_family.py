@@ -22,7 +22,7 @@ class ProcessFamily:
     of the folder for the rings of all; empty = it is exported as a setting.
     """
 
-    folder_token = ""
+    folder_token, is_spawned = "", True
 
     def __init__(self, start_ids: tuple[bytes, bytes, bytes], instance_id: str = "") -> None:
         self.start_ids, self.instance_id = start_ids, instance_id
@@ -54,11 +54,6 @@ class ProcessFamily:
         return (trace_id + span_id).hex() + instance
 
     @property
-    def is_founder(self) -> bool:
-        """Whether this process started the others."""
-        return False
-
-    @property
     def is_shared(self) -> bool:
         """Whether this process runs as the user of the others. Another user cannot read their rings."""
         return True
@@ -77,15 +72,13 @@ def _is_spawned() -> bool:
 class ForkFamily(ProcessFamily):
     """Created before a process starts another one for the first time, so that forked children inherit it."""
 
+    is_spawned = False
+
     def __init__(self, start_ids: tuple[bytes, bytes, bytes]) -> None:
         super().__init__(start_ids, str(uuid.uuid4()))
         self.folder_token = f"{os.getpid()}-{secrets.token_hex(4)}"
         self._founder, self._user = os.getpid(), os.getuid()
         self._claim = mmap.mmap(-1, mmap.PAGESIZE)  # anonymous memory that all of them share
-
-    @property
-    def is_founder(self) -> bool:
-        return os.getpid() == self._founder
 
     @property
     def is_shared(self) -> bool:

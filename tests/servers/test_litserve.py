@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from otel_infer import semconv
+from tests.servers.leftovers import MARKER, kill_leftovers
 from tests.servers.receiving import spans_of
 from tests.servers.requests_sent import Answer, send
 from tests.support.arrivals import counted
@@ -33,12 +34,15 @@ def receiver() -> Iterator[OtlpReceiver]:
 @pytest.fixture
 def server(receiver: OtlpReceiver, tmp_path: Path) -> Iterator[Server]:
     port = free_port()
-    environ = {**receiver.environ, "OTEL_METRIC_EXPORT_INTERVAL": "1000", "PYTHONPATH": str(Path.cwd())}
+    environ = {
+        **receiver.environ, "OTEL_METRIC_EXPORT_INTERVAL": "1000", "PYTHONPATH": str(Path.cwd()), MARKER: str(port),
+    }  # fmt: skip
     command = [sys.executable, "-m", "otel_infer", "run", "--", sys.executable, "-m", APP, str(port)]
     server = Server(command, port, tmp_path / "log", environ)
     server.start()
     yield server
     server.stop()
+    kill_leftovers(str(port))
     assert "hook on" not in server.read_log()
 
 
@@ -82,6 +86,7 @@ def find_span(spans: list[dict[str, Any]], name: str) -> dict[str, Any]:
 def test_server_and_workers_are_one_server(server: Server, receiver: OtlpReceiver) -> None:
     send(server.port, "POST", "/single", BODY)
     server.stop()
+    kill_leftovers(str(server.port))
     time.sleep(2)  # the sidecar reports what died, and ends
     starts = [span for span in receiver.spans if span["name"] == semconv.SPAN_SERVER_START]
     assert [span["attributes"].get(semconv.ERROR_TYPE, "") for span in starts] == [""]

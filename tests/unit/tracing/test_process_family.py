@@ -72,7 +72,7 @@ def test_a_spawned_process_is_of_the_family_of_its_environment(
     monkeypatch.setattr(sys, "orig_argv", arguments)
     founder = ForkFamily(IDS)
     family = ProcessFamily.from_environment(founder.exported)
-    assert family is not None and founder.is_founder and not family.is_founder
+    assert family is not None and family.is_spawned and not founder.is_spawned
     assert (family.start_ids, family.instance_id) == (IDS, founder.instance_id)
     assert family.is_shared and family.claim_start() and not family.claim_start(joins=False)
 
