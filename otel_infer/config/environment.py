@@ -1,9 +1,8 @@
 """Reads every setting once from the environment into a frozen `Config`.
 
-Other modules do not use `os.environ`.
-
-A bad value raises `InvalidSetting`, which names the variable and the accepted values. It stops the
-`otel-infer` commands. In the user's server the caller reports it in one line and uses the default.
+Other modules do not use `os.environ`. A bad value raises `InvalidSetting`, which names the variable and the
+accepted values. It stops the `otel-infer` commands. In the user's server the caller reports it in one line and
+uses the default.
 """
 
 from __future__ import annotations
