@@ -53,7 +53,7 @@ def flush(timeout: float = 5.0) -> bool:
 
 
 def __getattr__(name: str) -> Any:
-    """Imports the manual API on first use, because they import OpenTelemetry's API."""
+    """Imports the manual API on first use, because it imports OpenTelemetry's API."""
     if name in ("batch", "item", "request", "stage", "step"):
         from otel_infer.instrumentation import manual
 

@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 
 from otel_infer.instrumentation.hooks.instrumentor import Instrumentor
 from otel_infer.instrumentation.hooks.probe import Hook
-from otel_infer.instrumentation.job_exchange import NS_PER_MS, Job, add_headers, begin_job
+from otel_infer.instrumentation.job_exchange import NS_PER_MS, Job, begin_job, list_headers
 
 DATA_KEY = "otel_infer"
 """Key of the headers beside the function and its arguments. Workers without these hooks do not read it."""
+FOLLOWED_ATTRIBUTE = "otel_infer_followed"
 
 instrumentor = Instrumentor("arq", "arq", ("arq",))
 
@@ -36,13 +37,15 @@ def _patch_serialize(original: Callable[..., Any], hook: Hook) -> Callable[..., 
     def serialize_job(*args: Any, serializer: Any = None, **kwargs: Any) -> Any:
         if not hook.alive:
             return original(*args, serializer=serializer, **kwargs)
-        headers: dict[str, str] = {}
-        try:
-            add_headers(headers)
-        except Exception as exc:
-            hook.count_failure(exc)
         dump = serializer or pickle.dumps
-        return original(*args, serializer=lambda data: dump({**data, DATA_KEY: headers}), **kwargs)
+
+        def dump_with_headers(data: Any) -> bytes:
+            try:
+                return bytes(dump({**data, DATA_KEY: list_headers()}))
+            except Exception:  # the application's serializer may allow arq's own keys only
+                return bytes(dump(data))
+
+        return original(*args, serializer=dump_with_headers, **kwargs)
 
     return serialize_job
 
@@ -70,7 +73,7 @@ def _patch_deserialize(original: Callable[..., Any], hook: Hook) -> Callable[...
 def _patch_func(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     def func(*args: Any, **kwargs: Any) -> Any:
         function = original(*args, **kwargs)
-        if hook.alive and not hasattr(function.coroutine, "__wrapped__"):
+        if hook.alive and not hasattr(function.coroutine, FOLLOWED_ATTRIBUTE):
             try:
                 coroutine = _follow_function(function.name, function.coroutine, hook)
                 return dataclasses.replace(function, coroutine=coroutine)
@@ -87,11 +90,7 @@ def _follow_function(
     """Returns a function of a worker that runs as a request. `ctx`: arq's, of the job."""
 
     async def follow_function(ctx: Any, *args: Any, **kwargs: Any) -> Any:
-        exchange = None
-        try:
-            exchange = begin_job(_describe_job(name, ctx), hook)
-        except Exception as exc:
-            hook.count_failure(exc)
+        exchange = begin_job(hook, _describe_job, name, ctx)
         if exchange is None:
             return await coroutine(ctx, *args, **kwargs)
         with exchange:
@@ -99,7 +98,7 @@ def _follow_function(
         exchange.end()
         return result
 
-    follow_function.__wrapped__ = coroutine  # type: ignore[attr-defined]
+    setattr(follow_function, FOLLOWED_ATTRIBUTE, True)
     return follow_function
 
 

@@ -48,11 +48,7 @@ def _follow_task(name: str, trace_task: Callable[..., Any], hook: Hook) -> Calla
     """Returns a function that runs a task as a request. Celery's own never raises: it returns the outcome."""
 
     def follow_task(uuid: str, args: Any, kwargs: Any, request: Any = None) -> Any:
-        exchange = None
-        try:
-            exchange = begin_job(_describe_task(name, uuid, request or {}), hook)
-        except Exception as exc:
-            hook.count_failure(exc)
+        exchange = begin_job(hook, _describe_task, name, uuid, request or {})
         if exchange is None:
             return trace_task(uuid, args, kwargs, request)
         with exchange:

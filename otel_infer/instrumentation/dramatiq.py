@@ -25,9 +25,9 @@ def _patch_emit(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     def emit_before(self: Any, signal: str, *args: Any, **kwargs: Any) -> Any:
         if hook.alive and signal == "enqueue" and args:
             try:
-                headers: dict[str, str] = {}
+                headers = dict(args[0].options.get(OPTION) or {})  # of a message that is put again
                 add_headers(headers)
-                args[0].options.setdefault(OPTION, headers)
+                args[0].options[OPTION] = headers
             except Exception as exc:
                 hook.count_failure(exc)
         return original(self, signal, *args, **kwargs)
@@ -38,11 +38,7 @@ def _patch_emit(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
 @instrumentor.patch_hot_path("dramatiq.worker:WorkerThread.process_message", part="worker")
 def _patch_process(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     def process_message(self: Any, message: Any) -> Any:
-        exchange = None
-        try:
-            exchange = begin_job(_describe_message(message), hook)
-        except Exception as exc:
-            hook.count_failure(exc)
+        exchange = begin_job(hook, _describe_message, message)
         if exchange is None:
             return original(self, message)
         with exchange:

@@ -7,8 +7,7 @@ The client gets the result by another request, a stream of server-sent events. T
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -51,10 +50,15 @@ def _patch_process(original: Callable[..., Any], hook: Hook) -> Callable[..., An
             return await original(self, events, *args, **kwargs)
         errors: list[BaseException] = []
         _errors.set(errors)  # Gradio calls this in a new task
+        token = _attach_jobs(jobs, hook)
         try:
-            with _attach_jobs(jobs):
-                return await original(self, events, *args, **kwargs)
+            return await original(self, events, *args, **kwargs)
+        except BaseException as exc:
+            errors.append(exc)
+            raise
         finally:
+            if token is not None:
+                context.detach(token)
             for job in jobs:
                 job.end(errors[0] if errors else None)
 
@@ -63,12 +67,8 @@ def _patch_process(original: Callable[..., Any], hook: Hook) -> Callable[..., An
 
 def _begin_jobs(events: Sequence[Any], hook: Hook) -> list[JobExchange]:
     """Returns the jobs of the events whose clients still wait."""
-    try:
-        jobs = [begin_job(_describe_event(event), hook) for event in events if event.alive]
-        return [job for job in jobs if job is not None]
-    except Exception as exc:
-        hook.count_failure(exc)
-        return []
+    jobs = [begin_job(hook, _describe_event, event) for event in events if event.alive]
+    return [job for job in jobs if job is not None]
 
 
 def _describe_event(event: Any) -> Job:
@@ -77,21 +77,18 @@ def _describe_event(event: Any) -> Job:
     return Job("gradio", str(name), str(event.concurrency_id), str(event._id), headers, read_put_at(headers))
 
 
-@contextlib.contextmanager
-def _attach_jobs(jobs: Sequence[JobExchange]) -> Iterator[None]:
-    """Makes the job current, or the batch of them."""
-    requests = [job.request for job in jobs if job.request is not None]
-    if len(requests) == 1 or not requests:
-        token = jobs[0].attach()
-    else:
+def _attach_jobs(jobs: Sequence[JobExchange], hook: Hook) -> Any:
+    """Makes the job current, or the batch of them. Returns the token for `detach`, or None."""
+    try:
+        requests = [job.request for job in jobs if job.request is not None]
+        if len(requests) < 2:
+            return jobs[0].attach()
         batch = BatchRequest(requests)
         batch.link_members()
-        token = batch.attach()
-    try:
-        yield
-    finally:
-        if token is not None:
-            context.detach(token)
+        return batch.attach()
+    except Exception as exc:
+        hook.count_failure(exc)
+        return None
 
 
 @instrumentor.patch_hot_path("gradio.route_utils:call_process_api")

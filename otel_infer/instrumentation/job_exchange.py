@@ -1,12 +1,14 @@
 """Records the jobs of job queues: from the put of a job, through its wait, to the end of its function.
 
-a request puts a job, with its headers ─▶ `queue wait` ─▶ a worker's function runs: a CONSUMER span, child of the request
+    a request puts a job, with its headers ─▶ `queue wait` ─▶ a worker's function runs
+
+The job has a CONSUMER span, a child of the request.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any, NamedTuple
 
 from opentelemetry import propagate
@@ -84,15 +86,22 @@ class JobExchange(ServerExchange):
         request.close(*classify_exception(exc))
 
 
-def begin_job(job: Job, hook: Hook) -> JobExchange | None:
-    """Returns the exchange of a job that begins here; None if nothing records, or if it runs inside of a request."""
-    if not can_record(hook) or start.find_request() is not None:
+def begin_job(hook: Hook, describe: Callable[..., Job], *described: Any) -> JobExchange | None:
+    """Returns the exchange of a job that begins here; None if nothing records, or if it runs inside of a request.
+
+    `describe`: returns the job, given the library's own objects. Its errors do not reach the worker.
+    """
+    try:
+        if not can_record(hook) or start.find_request() is not None:
+            return None
+        return JobExchange(describe(*described), hook)
+    except Exception as exc:
+        hook.count_failure(exc)
         return None
-    return JobExchange(job, hook)
 
 
-def add_headers(carrier: MutableMapping[str, Any]) -> None:
-    """Adds the headers of the current request, or span, to a job that is put. Headers that the job has already stay."""
+def list_headers() -> dict[str, str]:
+    """Returns the headers of the current request, or span, for a job that is put; empty if there is none."""
     request = start.current_request()
     headers: dict[str, str] = {}
     if request is not None:
@@ -100,9 +109,14 @@ def add_headers(carrier: MutableMapping[str, Any]) -> None:
         del headers[propagation.REQUEST_HEADER]
     else:
         call_propagators(propagate.inject, headers)
-    for name, value in headers.items():
+    return headers
+
+
+def add_headers(carrier: MutableMapping[str, Any]) -> None:
+    """Adds `list_headers` and the present time to a job that is put. Headers that the job has already stay."""
+    for name, value in list_headers().items():
         carrier.setdefault(name, value)
-    carrier.setdefault(PUT_AT_HEADER, str(_clock.wall_now()))
+    carrier[PUT_AT_HEADER] = str(_clock.wall_now())
 
 
 def read_put_at(headers: Mapping[str, Any]) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 
 from otel_infer.instrumentation.hooks.instrumentor import Instrumentor
 from otel_infer.instrumentation.hooks.probe import Hook
-from otel_infer.instrumentation.job_exchange import Job, add_headers, begin_job
+from otel_infer.instrumentation.job_exchange import Job, begin_job, list_headers
 from otel_infer.ringbuffer.recorder import recorder
 
 META_KEY = "otel_infer"
@@ -28,9 +28,9 @@ def _patch_create(original: Callable[..., Any], hook: Hook) -> Callable[..., Any
         job = original(*args, **kwargs)
         if hook.alive:
             try:
-                headers: dict[str, str] = {}
-                add_headers(headers)
-                job.meta = {**job.meta, META_KEY: headers}
+                headers = list_headers()
+                if headers:
+                    job.meta = {**job.meta, META_KEY: headers}
             except Exception as exc:
                 hook.count_failure(exc)
         return job
@@ -41,11 +41,7 @@ def _patch_create(original: Callable[..., Any], hook: Hook) -> Callable[..., Any
 @instrumentor.patch_hot_path("rq.job:Job.perform")
 def _patch_perform(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     def perform(self: Any) -> Any:
-        exchange = None
-        try:
-            exchange = begin_job(_describe_job(self), hook)
-        except Exception as exc:
-            hook.count_failure(exc)
+        exchange = begin_job(hook, _describe_job, self)
         if exchange is None:
             return original(self)
         with exchange:

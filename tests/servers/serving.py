@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import NamedTuple
+
+from tests.servers.leftovers import MARKER, kill_leftovers
+from tests.support.otlp_receiver import OtlpReceiver
+from tests.support.served import Server, free_port
 
 APPS = "tests.servers.apps"
 
@@ -58,3 +63,22 @@ def make_command(app: ServedApp, port: int) -> list[str]:
     """Returns the command under `otel-infer run`."""
     own = [part.format(port=port) if "{port}" in part else part for part in app.command]
     return [sys.executable, "-m", "otel_infer", "run", "--", sys.executable, *own]
+
+
+def start_module(
+    name: str, receiver: OtlpReceiver, log: Path, path: str = "/health", **variables: str
+) -> Server:
+    """Starts an application of `APPS` that is run as a module with its port, under `otel-infer run`."""
+    port = free_port()
+    environ = {
+        **receiver.environ, "OTEL_METRIC_EXPORT_INTERVAL": "1000", "PYTHONPATH": str(Path.cwd()), MARKER: str(port),
+        **variables,
+    }  # fmt: skip
+    return Server(make_command(ServedApp(_module(name), ""), port), port, log, environ, path).start()
+
+
+def stop_module(server: Server) -> None:
+    """Stops it, with the processes that it leaves behind. No hook of ours may have failed."""
+    server.stop()
+    kill_leftovers(str(server.port))
+    assert "hook on" not in server.read_log()

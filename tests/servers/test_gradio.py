@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,35 +14,23 @@ import pytest
 from otel_infer import semconv
 from tests.servers.receiving import spans_of
 from tests.servers.requests_sent import Answer, send
+from tests.servers.serving import start_module, stop_module
 from tests.support.arrivals import counted
 from tests.support.otlp_receiver import OtlpReceiver
-from tests.support.served import Server, free_port
+from tests.support.served import Server
 from tests.support.trees import tree
 
-APP = "tests.servers.apps.gradio_app"
 SIZE = 4
 CONSUMER = 5
 
 
 @pytest.fixture
-def receiver() -> Iterator[OtlpReceiver]:
-    with OtlpReceiver() as receiver:
-        yield receiver
-
-
-@pytest.fixture
 def server(receiver: OtlpReceiver, tmp_path: Path) -> Iterator[Server]:
-    port = free_port()
-    environ = {
-        **receiver.environ, "OTEL_METRIC_EXPORT_INTERVAL": "1000", "PYTHONPATH": str(Path.cwd()),
-        "GRADIO_ANALYTICS_ENABLED": "False",
-    }  # fmt: skip
-    command = [sys.executable, "-m", "otel_infer", "run", "--", sys.executable, "-m", APP, str(port)]
-    server = Server(command, port, tmp_path / "log", environ, path="/config")
-    server.start()
+    server = start_module(
+        "gradio_app", receiver, tmp_path / "log", path="/config", GRADIO_ANALYTICS_ENABLED="False"
+    )
     yield server
-    server.stop()
-    assert "hook on" not in server.read_log()
+    stop_module(server)
 
 
 def call(port: int, name: str, value: float) -> tuple[Answer, str]:

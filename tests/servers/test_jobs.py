@@ -52,12 +52,6 @@ def broker(tmp_path: Path) -> Iterator[str]:
         process.terminate()
 
 
-@pytest.fixture
-def receiver() -> Iterator[OtlpReceiver]:
-    with OtlpReceiver() as receiver:
-        yield receiver
-
-
 def run_jobs(
     worker: str, rows: list[int], broker: str, receiver: OtlpReceiver, tmp_path: Path
 ) -> list[Answer]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,38 +11,23 @@ from typing import Any
 import pytest
 
 from otel_infer import semconv
-from tests.servers.leftovers import MARKER, kill_leftovers
 from tests.servers.receiving import spans_of
 from tests.servers.requests_sent import Answer, send
+from tests.servers.serving import start_module, stop_module
 from tests.support.arrivals import counted
 from tests.support.otlp_receiver import OtlpReceiver
-from tests.support.served import Server, free_port
+from tests.support.served import Server
 from tests.support.trees import tree
 
-APP = "tests.servers.apps.litserve_app"
 BODY, BAD_BODY = b'{"value": 1.0}', b'{"other": 1.0}'
 SIZE = 4
 
 
 @pytest.fixture
-def receiver() -> Iterator[OtlpReceiver]:
-    with OtlpReceiver() as receiver:
-        yield receiver
-
-
-@pytest.fixture
 def server(receiver: OtlpReceiver, tmp_path: Path) -> Iterator[Server]:
-    port = free_port()
-    environ = {
-        **receiver.environ, "OTEL_METRIC_EXPORT_INTERVAL": "1000", "PYTHONPATH": str(Path.cwd()), MARKER: str(port),
-    }  # fmt: skip
-    command = [sys.executable, "-m", "otel_infer", "run", "--", sys.executable, "-m", APP, str(port)]
-    server = Server(command, port, tmp_path / "log", environ)
-    server.start()
+    server = start_module("litserve_app", receiver, tmp_path / "log")
     yield server
-    server.stop()
-    kill_leftovers(str(port))
-    assert "hook on" not in server.read_log()
+    stop_module(server)
 
 
 def lines_of(receiver: OtlpReceiver, answer: Answer) -> list[str]:
@@ -88,8 +72,7 @@ def find_span(spans: list[dict[str, Any]], name: str) -> dict[str, Any]:
 
 def test_server_and_workers_are_one_server(server: Server, receiver: OtlpReceiver) -> None:
     send(server.port, "POST", "/single", BODY)
-    server.stop()
-    kill_leftovers(str(server.port))
+    stop_module(server)
     time.sleep(2)  # the sidecar reports what died, and ends
     starts = [span for span in receiver.spans if span["name"] == semconv.SPAN_SERVER_START]
     assert [span["attributes"].get(semconv.ERROR_TYPE, "") for span in starts] == [""]

@@ -24,7 +24,6 @@ from otel_infer.instrumentation.multiprocessing.queues import (
 PUTS, TAKES = ("put", "put_nowait"), ("get", "get_nowait")
 QUEUE_PROXY = "Queue]"
 """The name of a proxy's class ends with it: `AutoProxy[Queue]`, `AutoProxy[JoinableQueue]`."""
-MANAGER_PROCESS = "SyncManager-"
 
 
 class CarriedItem:
@@ -57,9 +56,9 @@ _hooks: list[Hook] = []
 
 
 def _is_manager() -> bool:
+    """Returns whether this process serves a manager's objects, whatever the class of the manager."""
     process = sys.modules.get("multiprocessing.process")
-    name = process.current_process().name if process is not None else ""
-    return bool(name.startswith(MANAGER_PROCESS))
+    return process is not None and getattr(process.current_process(), "_manager_server", None) is not None
 
 
 @instrumentor.patch_hot_path(
@@ -69,7 +68,7 @@ def _patch_call(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     _hooks.append(hook)
 
     def call_method(self: Any, methodname: str, args: Any = (), kwds: Any = {}) -> Any:  # noqa: B006 (as the original)
-        if not hook.alive or not type(self).__name__.endswith(QUEUE_PROXY):
+        if not hook.alive or not _is_local_queue(self):
             return original(self, methodname, args, kwds)
         if methodname in TAKES:
             close_joined(hook)
@@ -83,6 +82,12 @@ def _patch_call(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
         return original(self, methodname, args, kwds)
 
     return call_method
+
+
+def _is_local_queue(proxy: Any) -> bool:
+    """Returns whether a proxy is a queue's of this machine: its address is a path. Elsewhere our wrapper may be unknown."""
+    is_queue = type(proxy).__name__.endswith(QUEUE_PROXY)
+    return is_queue and isinstance(getattr(getattr(proxy, "_token", None), "address", None), str)
 
 
 def _wrap_item(args: Any, hook: Hook) -> Any:

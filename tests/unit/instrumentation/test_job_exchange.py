@@ -44,7 +44,7 @@ def put_job() -> tuple[RequestSpan, dict[str, str]]:
 def work(headers: Mapping[str, str], error: Exception | None = None, put_at: int = 0) -> None:
     """Does a job as a worker does, whose function calls a model unless it raises."""
     job = Job("celery", "classify", "high", "job-1", headers, put_at or read_put_at(headers))
-    exchange = begin_job(job, Hook("test"))
+    exchange = begin_job(Hook("test"), lambda: job)
     assert exchange is not None
     try:
         with exchange:
@@ -99,7 +99,7 @@ def test_job_that_raises_is_an_error_and_no_inference(recording: Recording) -> N
 def test_job_inside_of_a_request_is_a_part_of_it(recording: Recording) -> None:
     request, headers = put_job()
     token = request.attach()
-    assert begin_job(Job("rq", "classify", "", "", headers), Hook("test")) is None
+    assert begin_job(Hook("test"), Job, "rq", "classify", "", "", headers) is None
     detach(token)
     request.close()
 
@@ -121,3 +121,10 @@ def test_headers_of_another_instrumentation_stay(recording: Recording) -> None:
     detach(token)
     request.close()
     assert headers["traceparent"] == f"00-{'1' * 32}-{'2' * 16}-01"
+
+
+def test_error_of_a_description_does_not_reach_the_worker(recording: Recording) -> None:
+    def describe() -> Job:
+        raise AttributeError("a message without a name")
+
+    assert begin_job(Hook("test"), describe) is None
