@@ -103,7 +103,10 @@ class request(TracedScope):  # noqa: N801 - used like a function
         if self._token is not None:
             detach(self._token)
         if self._live is not None and self._owns_request:
-            self._live.close(*classify_exception(error))
+            try:
+                self._live.close(*classify_exception(error))
+            except Exception as exc:
+                report_mistake("the end of a request", exc)
 
     def _open_request(self) -> request_span.RequestSpan | None:
         live = start.open_request(

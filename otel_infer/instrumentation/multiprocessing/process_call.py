@@ -7,6 +7,7 @@ from typing import Any
 
 from otel_infer import _clock
 from otel_infer.instrumentation.waits import record_pool_wait
+from otel_infer.ringbuffer.recorder import recorder
 from otel_infer.tracing import propagation
 from otel_infer.tracing.batch_request import BatchRequest
 from otel_infer.tracing.context import detach
@@ -42,8 +43,16 @@ class ProcessCall:
             return request.call_in_thread(self._call, *args, **kwargs)
         finally:
             detach(token)
-            for part in parts:
-                part.close()
+            _close_requests(parts)
+
+
+def _close_requests(parts: Sequence[RequestSpan]) -> None:
+    """Closes joined requests. The pool gets no exception of ours."""
+    try:
+        for part in parts:
+            part.close()
+    except Exception as error:
+        recorder.report_lost_event(error)
 
 
 def make_process_call(call: Callable[..., Any], request: RequestSpan, size: int) -> ProcessCall:
