@@ -34,7 +34,9 @@ def fetch_both(handlers: Handlers, port: int) -> None:
     handlers.answers += [fetch(port, "/work"), fetch(port, "/fail")]
 
 
-def drive_in_thread(handlers: Handlers, port: int, serve: Callable[[], None], stop: Callable[[], None]) -> None:
+def drive_in_thread(
+    handlers: Handlers, port: int, serve: Callable[[], None], stop: Callable[[], None]
+) -> None:
     thread = threading.Thread(target=serve)
     thread.start()
     try:
