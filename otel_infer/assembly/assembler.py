@@ -60,6 +60,7 @@ class Assembler:
             events.RequestEnded: self._end_request,
             events.HooksReported: self.processes.set_hooks,
             events.WaitingSeen: self.processes.set_waiting,
+            events.ServerBound: self.processes.set_address,
             events.HttpServed: self._add_untraced,
             events.PauseSeen: self._add_pause,
             events.MarkSeen: self._add_mark,
@@ -212,6 +213,7 @@ class Assembler:
                 self.requests_seen -= 1
             else:
                 request.close_at(due)
+                self.processes.describe_target(request.ring, request.attributes)
                 self.pauses.attach_to_request(request)
                 self._closed.append(request)
                 self._closed_steps += request.step_count

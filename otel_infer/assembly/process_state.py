@@ -7,10 +7,13 @@ from __future__ import annotations
 from collections import Counter, deque
 from typing import Any
 
+from otel_infer import semconv
 from otel_infer.ringbuffer import events
 
 SERVER_ROLE = "server"
 """The role of a process that receives requests; others are started by it."""
+_TEMPLATE_MARKS = frozenset("{<([*:?+|^$\\")
+"""Characters of a route that stand for a part of the path, which the client writes."""
 MAX_CPU_READINGS = 7200
 """Readings that are remembered, one per second."""
 
@@ -27,6 +30,7 @@ class ProcessState:
         """Since when the server hangs; None while it does not."""
         self._has_left: dict[int, bool] = {}
         self._last_left = False
+        self._addresses: dict[int, tuple[str, int]] = {}
         self.stop_requested = False
         """Whether `otel-infer run` received a signal to stop the server."""
 
@@ -48,6 +52,24 @@ class ProcessState:
         if self._has_left:
             return all(self._has_left.values())
         return self._last_left or self.stop_requested
+
+    def set_address(self, ring: int, handle: int, event: events.ServerBound) -> None:
+        """Sets the address on which a process receives HTTP requests."""
+        self._addresses[ring] = event.address, event.port
+
+    def describe_target(self, ring: int, attributes: dict[str, Any]) -> None:
+        """Adds path and address to the attributes of an HTTP request, as far as they are known without its client's text.
+
+        Where the route has no parameter, the path is the route.
+        """
+        if semconv.HTTP_REQUEST_METHOD not in attributes:
+            return
+        route = attributes.get(semconv.HTTP_ROUTE, "")
+        if route and not _TEMPLATE_MARKS.intersection(route):
+            attributes[semconv.URL_PATH] = route
+        address = self._addresses.get(ring)
+        if address is not None and semconv.SERVER_ADDRESS not in attributes:
+            attributes[semconv.SERVER_ADDRESS], attributes[semconv.SERVER_PORT] = address
 
     def set_hooks(self, ring: int, handle: int, event: events.HooksReported) -> None:
         """Sets the number of hooks of one integration."""
@@ -85,6 +107,7 @@ class ProcessState:
         """Removes a process."""
         if ring in self._has_left:
             self._last_left = self._has_left.pop(ring)
+        self._addresses.pop(ring, None)
         tables: tuple[dict[Any, Any], ...] = (self.hooks, self._waiting)
         for table in tables:
             for key in [key for key in table if key[0] == ring]:

@@ -28,7 +28,7 @@ instrumentor = Instrumentor("tornado", "tornado", ("tornado.web",))
 class TornadoExchange(HttpExchange):
     """One HTTP request of Tornado. It arrived with its headers; its body was read since. `handler`: Tornado's handler."""
 
-    __slots__ = ("handler",)
+    __slots__ = ("address", "handler")
 
     owner = "tornado"
 
@@ -39,6 +39,8 @@ class TornadoExchange(HttpExchange):
         super().__init__(
             hook, incoming.method, incoming.protocol, _OTHER in sys.modules, _clock.now() - read_ns
         )
+        connection = self.find_socket()  # it may be closed when the request ends
+        self.address = None if connection is None else connection.getsockname()
         watch_event_loop()
 
     def list_headers(self) -> list[tuple[bytes, bytes]]:
@@ -46,6 +48,9 @@ class TornadoExchange(HttpExchange):
 
     def find_path(self) -> str:
         return str(self.handler.request.path)
+
+    def find_address(self) -> Any:
+        return self.address
 
     def find_socket(self) -> Any:
         stream = getattr(self.handler.request.connection, "stream", None)

@@ -32,6 +32,7 @@ MESSAGING_DESTINATION, MESSAGING_MESSAGE_ID = "messaging.destination.name", "mes
 MESSAGING_PROCESS = "process"
 """Name and type of the operation of a worker that processes a job."""
 URL_SCHEME = "url.scheme"
+URL_PATH = "url.path"
 URL_FULL = "url.full"
 SERVER_ADDRESS = "server.address"
 SERVER_PORT = "server.port"

@@ -39,7 +39,15 @@ MAX_SHAPES = 256
 MAX_LAYOUTS = 64
 """Layouts of one shape: its requests differ in keep reason, causes and pauses."""
 _KNOWN_ATTRIBUTES = frozenset(
-    (*events.OPERATION_KEYS, semconv.HTTP_REQUEST_METHOD, semconv.URL_SCHEME, semconv.HTTP_ROUTE)
+    (
+        *events.OPERATION_KEYS,
+        semconv.HTTP_REQUEST_METHOD,
+        semconv.URL_SCHEME,
+        semconv.HTTP_ROUTE,
+        semconv.URL_PATH,
+        semconv.SERVER_ADDRESS,
+        semconv.SERVER_PORT,
+    )
 )
 _NUMBERS = frozenset((semconv.ITEMS, semconv.SEND_WAIT))
 _LATENCY_STAGES = (semconv.SPAN_QUEUE,)

@@ -52,7 +52,10 @@ REQUEST_ATTRIBUTES = {
 SERVER_ATTRIBUTES = {
     semconv.HTTP_REQUEST_METHOD: (NUMBER, "the method, or `_OTHER`"),
     semconv.URL_SCHEME: (NUMBER, "`http` or `https`"),
-    semconv.HTTP_ROUTE: (NAME, "the template of the route, never the path"),
+    semconv.HTTP_ROUTE: (NAME, "the template of the route"),
+    semconv.URL_PATH: (NAME, "only where it is the route: a route with parameters has the client's text in its path"),
+    semconv.SERVER_ADDRESS: (NAME, "the address on which the server received the request; the name that a WSGI server states"),
+    semconv.SERVER_PORT: (NUMBER, "its port"),
     semconv.HTTP_RESPONSE_STATUS_CODE: (NUMBER, "the status"),
     semconv.ERROR_TYPE: (NAME, "as on the request span"),
 }  # fmt: skip

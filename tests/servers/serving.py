@@ -16,12 +16,14 @@ APPS = "tests.servers.apps"
 class ServedApp(NamedTuple):
     """A server with an application. `command`: after the interpreter, with `{port}`. `route`: of `/classify/a`.
 
-    `error_type`: of `/fail`, which raises a RuntimeError; some frameworks do not show the exception.
+    `error_type`: of `/fail`, which raises a RuntimeError; some frameworks do not show the exception. `address`: as the
+    server states it.
     """
 
     command: tuple[str, ...]
     route: str
     error_type: str = "RuntimeError"
+    address: str | None = "127.0.0.1"
 
 
 def _module(name: str) -> tuple[str, ...]:
@@ -45,11 +47,11 @@ SERVERS = {
     "flask, gunicorn gthread": ServedApp(_gunicorn("flask_app:app", "--threads", "4"), FLASK_ROUTE, HIDDEN),
     "flask, gunicorn gevent": ServedApp(_gunicorn("flask_app:app", "-k", "gevent"), FLASK_ROUTE, HIDDEN),
     "flask, waitress": ServedApp(
-        ("-m", "waitress", "--listen", "127.0.0.1:{port}", f"{APPS}.flask_app:app"), FLASK_ROUTE, HIDDEN
+        ("-m", "waitress", "--listen", "127.0.0.1:{port}", f"{APPS}.flask_app:app"), FLASK_ROUTE, HIDDEN, None
     ),
     "django, gunicorn sync": ServedApp(_gunicorn("django_app:wsgi"), DJANGO_ROUTE, HIDDEN),
     "django, uvicorn": ServedApp(_uvicorn("django_app:asgi"), DJANGO_ROUTE, HIDDEN),
-    "falcon, wsgiref": ServedApp(_module("falcon_app"), "/classify/{name}", HIDDEN),
+    "falcon, wsgiref": ServedApp(_module("falcon_app"), "/classify/{name}", HIDDEN, "localhost"),
     "litestar, uvicorn": ServedApp(_uvicorn("litestar_app:app"), "/classify/{name}", HIDDEN),
     "aiohttp": ServedApp(_module("aiohttp_app"), "/classify/{name}"),
     "tornado": ServedApp(_module("tornado_app"), "/classify/([a-z]+)"),

@@ -70,6 +70,10 @@ def test_its_attributes_are_those_of_the_conventions(served: Served) -> None:
     assert attributes[semconv.HTTP_RESPONSE_STATUS_CODE] == 200
     assert attributes[semconv.URL_SCHEME] == "http"
     assert attributes[semconv.HTTP_ROUTE] == served.app.route
+    assert semconv.URL_PATH not in attributes  # it has the client's text
+    address = served.app.address
+    assert attributes.get(semconv.SERVER_ADDRESS) == address
+    assert attributes.get(semconv.SERVER_PORT) == (served.port if address else None)
     assert "canary" not in str(served.spans_of(answer.trace_id))
 
 
@@ -87,6 +91,7 @@ def test_a_get_that_reaches_a_model_has_a_tree(served: Served) -> None:
 def test_a_stream_has_each_call_of_the_model(served: Served) -> None:
     answer = served.send("POST", "/stream")
     assert answer.body == b"0\n1\n2\n"
+    assert served.server_span(answer.trace_id)["attributes"][semconv.URL_PATH] == "/stream"
     lines = [line.strip() for line in tree(served.spans_of(answer.trace_id), answer.parent_id)]
     assert lines.count("forward") == CHUNKS
 

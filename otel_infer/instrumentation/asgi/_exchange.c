@@ -14,13 +14,13 @@
 enum {
     BODY, BODY_KIND, CLOSE, COMPLETE, CYCLE, DISCONNECTED, EFFECTIVE, END, END_RESPONSE, FASTAPI, HEADERS, HTTP, INSPECT,
     LAST_BYTE, METHOD, MORE_BODY, ON_RESPONSE, ORIGINAL, PATH_FORMAT, RESPONSE, ROOT_PATH, ROUTE_ERROR, SCHEME, SELF,
-    SEND_AND_FOLLOW, SEND_AND_RECORD, START_KIND, STATUS, THROW, TYPE, NAMES
+    SEND_AND_FOLLOW, SEND_AND_RECORD, SERVER, START_KIND, STATUS, THROW, TYPE, NAMES
 };
 static const char *const texts[NAMES] = {
     "body", "http.response.body", "close", "response_complete", "cycle", "disconnected", "effective_route_context", "end",
     "end_response", "fastapi", "headers", "http", "inspect_next_chunk", "record_last_byte", "method", "more_body", "on_response",
     "original_route", "path_format", "otel_infer_response", "root_path", "record_route_error", "scheme", "__self__",
-    "send_and_follow", "send_and_record", "http.response.start", "status", "throw", "type"};
+    "send_and_follow", "send_and_record", "server", "http.response.start", "status", "throw", "type"};
 static PyObject *names[NAMES];
 
 /* ── what plain requests depend on ─────────────────────────────────────────────────────────────────────────── */
@@ -33,13 +33,13 @@ typedef struct {
     char root_sampled, follows_parent;
     PyTypeObject *exchange_type, *request_type, *context_type;
     PyObject *cycle_type, *methods, *scope_key, *request_key, *span_key, *variable_get, *variable_set, *variable_reset;
-    PyObject *owner, *make_identity, *run_deferred, *renew_again, *no_tokens, *empty_context, *no_text;
+    PyObject *owner, *make_identity, *run_deferred, *renew_again, *no_tokens, *empty_context, *no_text, *server;
 } PlainRequests;
 
 #define EACH_OF_PLAIN(DO)                                                                                            \
     DO(ring) DO(exchange_type) DO(request_type) DO(context_type) DO(cycle_type) DO(methods) DO(scope_key)            \
     DO(request_key) DO(span_key) DO(variable_get) DO(variable_set) DO(variable_reset) DO(owner) DO(make_identity)    \
-    DO(run_deferred) DO(renew_again) DO(no_tokens) DO(empty_context) DO(no_text)
+    DO(run_deferred) DO(renew_again) DO(no_tokens) DO(empty_context) DO(no_text) DO(server)
 
 DEFINE_REFERENCES(PlainRequests, EACH_OF_PLAIN)
 
@@ -73,16 +73,19 @@ static int init_plain(PlainRequests *self, PyObject *arguments, PyObject *named)
     return PyErr_Occurred() ? -1 : 0;
 }
 
-/* renew(ring, cycle_type, valid_until, root_sampled, follows_parent) */
+/* renew(ring, cycle_type, valid_until, root_sampled, follows_parent, server): the address of this process, or None */
 static PyObject *renew(PlainRequests *self, PyObject *arguments)
 {
-    PyObject *ring, *cycle_type, *old_ring = (PyObject *)self->ring, *old_type = self->cycle_type;
+    PyObject *ring, *cycle_type, *server, *old_ring = (PyObject *)self->ring, *old_type = self->cycle_type;
+    PyObject *old_server = self->server;
     long long valid_until;
     int root_sampled, follows_parent;
-    if (!PyArg_ParseTuple(arguments, "OOLpp", &ring, &cycle_type, &valid_until, &root_sampled, &follows_parent))
-        return NULL;
+    if (!PyArg_ParseTuple(arguments, "OOLppO", &ring, &cycle_type, &valid_until, &root_sampled, &follows_parent,
+                          &server)) return NULL;
     Py_INCREF(ring);
     Py_INCREF(cycle_type);
+    Py_INCREF(server);
+    self->server = server;
     self->ring = (RequestRing *)ring;
     self->cycle_type = cycle_type;
     self->valid_until = valid_until;
@@ -90,6 +93,7 @@ static PyObject *renew(PlainRequests *self, PyObject *arguments)
     self->follows_parent = (char)follows_parent;
     Py_XDECREF(old_ring);
     Py_XDECREF(old_type);
+    Py_XDECREF(old_server);
     Py_RETURN_NONE;
 }
 
@@ -102,7 +106,7 @@ static PyObject *invalidate(PlainRequests *self, PyObject *unused)
 
 static PyMethodDef plain_methods[] = {
     {"renew", (PyCFunction)renew, METH_VARARGS,
-     "renew(ring, cycle_type, valid_until, root_sampled, follows_parent): requests are plain until this instant."},
+     "renew(ring, cycle_type, valid_until, root_sampled, follows_parent, server): requests are plain until this instant."},
     {"invalidate", (PyCFunction)invalidate, METH_NOARGS, "invalidate(): no request is plain until `renew`."},
     {NULL, NULL, 0, NULL}};
 static PyMemberDef plain_members[] = {
@@ -600,6 +604,16 @@ static PyObject *send_message(Exchange *self, PyObject *arguments, PyObject *nam
 
 /* ── the end ───────────────────────────────────────────────────────────────────────────────────────────────── */
 
+/* Returns whether `record_address` has nothing to record: the address is the process's. */
+static int has_known_address(Exchange *self)
+{
+    PyObject *server = PyDict_GetItemWithError(self->scope, names[SERVER]);
+    if (server == NULL || server == Py_None) return 1;
+    int is_equal = PyTuple_CheckExact(server) && self->plain->server != NULL
+                       ? PyObject_RichCompareBool(server, self->plain->server, Py_EQ) : 0;
+    return is_equal == 1;
+}
+
 static int pack_end(Exchange *self, RequestState *request, int64_t at, char *body)
 {
     uint32_t error_type, route_id;
@@ -609,7 +623,7 @@ static int pack_end(Exchange *self, RequestState *request, int64_t at, char *bod
     long code = read_code(self->plain, self->scope);  /* a middleware may have changed it */
     uint8_t http = (uint8_t)(code | (self->started_at ? 1 : 0));  /* 1: `events.SINGLE_CHUNK` */
     PyObject *route = NULL;
-    int failed = code <= 0;
+    int failed = code <= 0 || !has_known_address(self);
     if (!failed && self->route != NULL && self->route != Py_None) {
         route = PyObject_GetAttr(self->route, names[PATH_FORMAT]);
         failed = route == NULL || !PyUnicode_CheckExact(route);

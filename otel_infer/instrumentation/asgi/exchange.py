@@ -16,6 +16,7 @@ from otel_infer.instrumentation.asgi.response import Response
 from otel_infer.instrumentation.asgi.route import encode_method_and_route
 from otel_infer.instrumentation.asgi.server_connection import UNKNOWN_CONNECTION, follow_connection
 from otel_infer.instrumentation.hooks.probe import Hook
+from otel_infer.instrumentation.http_server.local_address import record_address
 from otel_infer.instrumentation.http_server.outcome import determine_outcome, unwrap_group
 from otel_infer.instrumentation.http_server.parent_context import (
     Tokens,
@@ -185,11 +186,10 @@ class Exchange(Response):
             at = self.disconnected_at or self.completed_at
             if self.is_direct:
                 request.chunks = 0  # not all were seen
-            http, route = (
-                encode_method_and_route(self.scope, self.route, self.root_path, self.mount_path)
-                if request.has_server
-                else (0, "")
-            )
+            http, route = 0, ""
+            if request.has_server:
+                http, route = encode_method_and_route(self.scope, self.route, self.root_path, self.mount_path)
+                record_address(request, self.scope.get("server"))
             if self.started_at:
                 if self.started_at == at - request.send_wait_ns:
                     http |= events.SINGLE_CHUNK

@@ -20,6 +20,7 @@ from otel_infer.instrumentation.asgi.exchange import OWNER, SCOPE_KEY, App, Exch
 from otel_infer.instrumentation.asgi.server_connection import can_follow
 from otel_infer.instrumentation.hooks.compiled_hook import compile_hook
 from otel_infer.instrumentation.hooks.probe import Hook
+from otel_infer.instrumentation.http_server.local_address import announce_address
 from otel_infer.instrumentation.http_server.parent_context import has_provider, reads_w3c_only
 from otel_infer.ringbuffer import events
 from otel_infer.ringbuffer.native import native
@@ -66,7 +67,7 @@ def _renew_again(connection: Any, at: int) -> None:
     """Maintains the recorder, then lets further requests be plain, if they still are: with the first of a second."""
     if recorder.requests is not None and recorder.active and can_follow(connection):
         recorder.run_maintenance(at)
-        _renew(type(connection))
+        _renew(connection)
 
 
 _plain: Any = _make_plain_requests()
@@ -76,10 +77,10 @@ _plain: Any = _make_plain_requests()
 def renew_plain_requests(exchange: Exchange) -> None:
     """Lets requests like this one be recorded by compiled code, until the recorder is due for maintenance."""
     if _plain is not None and exchange.is_followed and exchange.arrived_at > _plain.valid_until:
-        _renew(type(exchange.connection))
+        _renew(exchange.connection)
 
 
-def _renew(cycle_type: type) -> None:
+def _renew(connection: Any) -> None:
     factory, writer = request_span.span_factory, recorder.requests
     if factory is None or factory.plain_sampler is None or writer is None or writer.compiled is None:
         return
@@ -87,7 +88,8 @@ def _renew(cycle_type: type) -> None:
         return
     if recorder.active and reads_w3c_only() and not has_provider():
         until = recorder.maintained_at + CHECK_NS
-        _plain.renew(writer.compiled, cycle_type, until, *factory.plain_sampler)
+        server = announce_address(connection.scope.get("server"))
+        _plain.renew(writer.compiled, type(connection), until, *factory.plain_sampler, server)
 
 
 def invalidate_plain_requests() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 from otel_infer import _clock
 from otel_infer.instrumentation.hooks.probe import Hook
 from otel_infer.instrumentation.http_server.event_loop_lag import watch_event_loop
+from otel_infer.instrumentation.http_server.local_address import record_address
 from otel_infer.instrumentation.http_server.method import encode_method, to_known_names
 from otel_infer.instrumentation.http_server.outcome import determine_outcome
 from otel_infer.instrumentation.http_server.server_exchange import ServerExchange
@@ -48,6 +49,10 @@ class HttpExchange(ServerExchange):
         """Returns whether the client did not wait for the whole response. `exc`: what left the application, or None."""
         return False
 
+    def find_address(self) -> Any:
+        """Returns host and port on which the request was received; None if they are unknown."""
+        return None
+
     def name_span(self) -> str:
         name, _ = to_known_names(self.method, "")
         return name
@@ -59,8 +64,10 @@ class HttpExchange(ServerExchange):
 
     def close_request(self, request: request_span.RequestSpan, exc: BaseException | None) -> None:
         outcome, error_type = self._determine_outcome(exc)
-        http = encode_method(self.method, self.scheme) if request.has_server else 0
-        route = self.route if request.has_server else ""
+        http, route = 0, ""
+        if request.has_server:
+            http, route = encode_method(self.method, self.scheme), self.route
+            record_address(request, self.find_address())
         request.close(outcome, error_type, self.status, self.completed_at, http, route)
 
     def _determine_outcome(self, exc: BaseException | None) -> tuple[int, str]:
@@ -104,6 +111,10 @@ class TransportExchange(HttpExchange):
     def find_socket(self) -> Any:
         transport = self.incoming.transport
         return None if transport is None else transport.get_extra_info("socket")
+
+    def find_address(self) -> Any:
+        transport = self.incoming.transport
+        return None if transport is None else transport.get_extra_info("sockname")
 
     def has_client_left(self, exc: BaseException | None) -> bool:
         """Returns whether the connection closed before the last byte."""

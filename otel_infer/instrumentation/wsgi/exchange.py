@@ -54,6 +54,10 @@ class WsgiExchange(HttpExchange):
     def find_path(self) -> str:
         return str(self.environ.get("PATH_INFO", ""))
 
+    def find_address(self) -> Any:
+        port = str(self.environ.get("SERVER_PORT", ""))
+        return self.environ.get("SERVER_NAME"), int(port) if port.isdecimal() else 0
+
     def find_socket(self) -> Any:
         return self.environ.get("gunicorn.socket") or self.environ.get("werkzeug.socket")
 

@@ -105,6 +105,14 @@ class ProcessLeft(NamedTuple):
     error_type: str
 
 
+class ServerBound(NamedTuple):
+    """The address on which the process receives HTTP requests. A request on another one has attributes of its own."""
+
+    at: int
+    address: str
+    port: int
+
+
 class EventsLost(NamedTuple):
     """Loss, added by the reader: events of this process were overwritten (`lost`) or torn before `at`."""
 
@@ -247,6 +255,6 @@ class LiveRecovered(NamedTuple):
 
 PROCESS_EVENTS = (
     HooksReported, PauseSeen, MarkSeen, ProcessStarted, ModuleImported, PhaseBegan, PhaseEnded, ProcessLeft,
-    EventsLost, ProcessSeen, EngineSeen, ThreadSeen, ThreadRan, CpuSeen, CodeLocated, HangSeen, ProcessDied, LiveListed, LiveRecovered,
+    ServerBound, EventsLost, ProcessSeen, EngineSeen, ThreadSeen, ThreadRan, CpuSeen, CodeLocated, HangSeen, ProcessDied, LiveListed, LiveRecovered,
 )  # fmt: skip
 """The types that this module defines."""

@@ -69,6 +69,7 @@ def test_http_attributes_are_on_the_server_span() -> None:
         "http.request.method": "POST",
         "http.response.status_code": 200,
         "http.route": "/v1/chat/completions",
+        "url.path": "/v1/chat/completions",
         "url.scheme": "http",
     }
 

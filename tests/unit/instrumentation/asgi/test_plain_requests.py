@@ -26,7 +26,7 @@ from opentelemetry.sdk.trace.sampling import DEFAULT_ON
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from starlette.applications import Starlette
 
-from otel_infer import _clock
+from otel_infer import _clock, semconv
 from otel_infer.instrumentation import asgi
 from otel_infer.instrumentation.asgi import exchange, plain_requests, server_connection
 from otel_infer.instrumentation.hooks.probe import Hook
@@ -50,6 +50,7 @@ class Cycle:
     """What our hooks see of uvicorn's cycle of one request and its response."""
 
     def __init__(self) -> None:
+        self.scope: dict[str, Any] = {}
         self.disconnected = self.response_complete = False
         self.sent: list[Any] = []
         self.completions = 0
@@ -354,6 +355,27 @@ def test_other_requests_are_left_to_python_code(arena: MemoryArena, scope: dict[
         assert len(begins) >= 1
 
     asyncio.run(serve())
+
+
+@pytest.mark.parametrize(
+    ("scope", "attributes"),
+    [
+        ({"server": ("127.0.0.1", 8000)}, {}),
+        ({"server": ("127.0.0.1", 9000)}, {semconv.SERVER_ADDRESS: "127.0.0.1", semconv.SERVER_PORT: 9000}),
+    ],
+)
+def test_another_address_than_the_processs_is_recorded(
+    arena: MemoryArena, scope: dict[str, Any], attributes: dict[str, Any]
+) -> None:
+    async def serve() -> list[Any]:
+        server = Server(arena, layers=True)
+        for _ in range(2):
+            await server.serve(JSON, server=("127.0.0.1", 8000))
+        return (await server.serve(JSON, **scope))[3]
+
+    recorded = asyncio.run(serve())
+    found = {event[1]: event[2] for event in recorded if event[0] == "AttributeSet"}
+    assert found == attributes
 
 
 def test_compiled_code_renews_what_has_expired(arena: MemoryArena, monkeypatch: pytest.MonkeyPatch) -> None:
