@@ -40,14 +40,16 @@ SECTIONS = (
     "truth",
     "blocked_truth",
 )
-ONLY_IF_NAMED = ("vllm_scheduler", "vllm", "whole")
-"""Sections that run only if `--only` names them: two have a Python environment of their own, one takes hours."""
+ONLY_IF_NAMED = ("vllm_scheduler", "vllm", "whole", "server_truth")
+"""Sections that run only if `--only` names them: three have a Python environment of their own, one takes hours."""
 MODULES = {
     "asgi": "asgi_requests",
     "sidecar": "sidecar_load",
     "vllm": "vllm_serving",
     "whole": "whole.section",
+    "server_truth": "server_truth.section",
 }
+HAS_SERVERS = ("whole", "server_truth")
 EXCLUDED_FROM_QUICK = ("truth", "blocked_truth")
 KEEPS_OWN_CORES_AWAKE = ("slow_collector", "simulated_loop")
 """Sections that choose which cores are kept awake. The simulated loop never sleeps, and a loop on its core would delay
@@ -75,13 +77,17 @@ def main() -> int:
         "--peers-python", metavar="PATH", default=sys.executable, help="the interpreter with the peers"
     )
     parser.add_argument(
-        "--servers", nargs="+", default=[], metavar="NAME", help="the servers of the section whole"
+        "--servers",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="the servers of the sections whole and server_truth",
     )
     parser.add_argument("--section", choices=(*SECTIONS, *ONLY_IF_NAMED), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.section:
         module = importlib.import_module(f"benchmarks.{MODULES.get(arguments.section, arguments.section)}")
-        options = {"servers": arguments.servers} if arguments.section == "whole" else {}
+        options = {"servers": arguments.servers} if arguments.section in HAS_SERVERS else {}
         lines = module.measure(arguments.quick, **options)
         verdict.save_lines(lines, arguments.json, {})
         return 0
@@ -112,7 +118,9 @@ def _measure_sections(arguments: argparse.Namespace) -> Iterator[list[Line] | No
             results = Path(folder) / "lines.json"
             python = arguments.peers_python if section == "peers" else sys.executable
             command = [python, "-m", "benchmarks", "--section", section, "--json", str(results)]
-            command += ["--servers", *arguments.servers] * (section == "whole" and bool(arguments.servers))
+            command += ["--servers", *arguments.servers] * (
+                section in HAS_SERVERS and bool(arguments.servers)
+            )
             variables = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
             with contextlib.nullcontext() if section in KEEPS_OWN_CORES_AWAKE else keep_awake():
                 completed = subprocess.run(command + ["--quick"] * quick, env=variables)

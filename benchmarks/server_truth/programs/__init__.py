@@ -1,0 +1,1 @@
+"""The servers that are measured, written as their users write them."""

@@ -1,0 +1,136 @@
+"""The rows of the section: client against trace at 16 requests at a time, and 50 ms that are added to each stage."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.battery.draw import ROOT, VARIABLES, stop_server
+from benchmarks.server_truth.client import send_requests
+from benchmarks.server_truth.servers import SERVERS, TruthServer
+from benchmarks.truth import MEDIAN_MS, SHARE, Lateness
+from benchmarks.verdict import Gate, Line, bootstrap_figure, make_exact, make_line
+from benchmarks.whole.switched_server import find_free_port
+from otel_infer.assembly.assembler import Assembler
+from otel_infer.assembly.records.request import RequestRecord
+from otel_infer.cli.replay import read_records
+from tests.servers.leftovers import MARKER, kill_leftovers
+
+REQUESTS, CONCURRENCY = 320, 16
+DELAYED_REQUESTS = 20
+DELAY_MS, TOLERANCE_MS = 50.0, 5.0
+READY_S = 60.0
+
+
+def measure(quick: bool, servers: list[str]) -> list[Line]:
+    """Returns the rows of these servers; of all, if none is named."""
+    lines: list[Line] = []
+    for name in servers or SERVERS:
+        print(f"  {name} …", file=sys.stderr, flush=True)
+        lines += _compare_latencies(SERVERS[name], 64 if quick else REQUESTS)
+        lines += _compare_stages(SERVERS[name], 5 if quick else DELAYED_REQUESTS)
+    return lines
+
+
+def _serve(
+    server: TruthServer, requests: int, concurrency: int, **variables: str
+) -> tuple[dict[str, float], list[RequestRecord], Lateness]:
+    """Runs a server and sends it requests. Returns their latencies in ms by trace id, their records, and the client's lateness."""
+    with tempfile.TemporaryDirectory() as name:
+        folder, port = Path(name), find_free_port()
+        run = [sys.executable, "-m", "otel_infer", "run", "--tape", str(folder / "server.tape"), "--"]
+        kept = {key: value for key, value in os.environ.items() if not key.startswith("OTEL_")}
+        environ = {**kept, "PYTHONPATH": str(ROOT), **VARIABLES, MARKER: str(port), **variables}
+        with (folder / "server.log").open("wb") as log:
+            process = subprocess.Popen(
+                [*run, *server.make_command(port)], env=environ, stdout=log, stderr=log
+            )
+            try:
+                if not _wait_until_open(port, process):
+                    raise RuntimeError(f"{server.title}: {(folder / 'server.log').read_text()[-2000:]}")
+                send_requests(server, port, 2 * concurrency, concurrency)  # the first ones are slower
+                with Lateness() as lateness:
+                    clients = send_requests(server, port, requests, concurrency)
+            finally:
+                stop_server(process)
+                kill_leftovers(str(port))
+        records = read_records(folder / "server.tape", Assembler())
+        return clients, [record for record in records if record.trace_id.hex() in clients], lateness
+
+
+def _wait_until_open(port: int, process: subprocess.Popen[bytes]) -> bool:
+    until = time.monotonic() + READY_S
+    while process.poll() is None and time.monotonic() < until:
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                time.sleep(0.5)
+                return True
+        time.sleep(0.1)
+    return False
+
+
+# ── latencies ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _compare_latencies(server: TruthServer, requests: int) -> list[Line]:
+    clients, records, lateness = _serve(server, requests, CONCURRENCY)
+    ours = {record.trace_id.hex(): record.duration_ns / 1e6 for record in records}
+    pairs = np.array([(client, ours[trace]) for trace, client in clients.items() if trace in ours])
+    title = f"truth: {server.title}, {CONCURRENCY} at a time"
+    lost = make_exact(float(requests - len(pairs)))
+    return [
+        make_line(f"{title}: requests without a trace", "", lost, Gate(0)),
+        *(_compare_percentile(title, pairs, percent, lateness) for percent in (50, 95)),
+    ]
+
+
+def _compare_percentile(title: str, pairs: np.ndarray, percent: int, lateness: Lateness) -> Line:
+    """Returns a row: the difference of a percentile, as a share of 5 ms or 5 %, whichever is larger."""
+
+    def share(rows: np.ndarray) -> float:
+        client, ours = np.percentile(pairs[rows], percent, axis=0)
+        return float(abs(client - ours) / max(MEDIAN_MS, client * SHARE / 100) * 100)
+
+    client, ours = np.percentile(pairs, percent, axis=0)
+    return make_line(
+        f"{title}: p{percent}, |client − ours| as a share of 5 ms or 5 %", "%",
+        bootstrap_figure(len(pairs), share), Gate(100), lateness.control,
+        f"client {client:.1f} ms, ours {ours:.1f} ms",
+    )  # fmt: skip
+
+
+# ── stages ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _compare_stages(server: TruthServer, requests: int) -> list[Line]:
+    """Returns a row for each stage that can be delayed: how far its growth, and that of any other stage, is off."""
+    usual = _measure_stages(server, requests, "")
+    lines = []
+    for place in server.stages:
+        delayed = _measure_stages(server, requests, place)
+        growth = {
+            name: delayed.get(name, 0.0) - usual.get(name, 0.0) for name in sorted({*usual, *delayed, place})
+        }
+        off = max(abs(length - DELAY_MS * (name == place)) for name, length in growth.items())
+        note = ", ".join(f"{name} {length:+.1f}" for name, length in growth.items()) + " ms"
+        claim = f"truth: {server.title}, {DELAY_MS:.0f} ms added to {place}: largest error of any stage"
+        lines.append(make_line(claim, "ms", make_exact(off), Gate(TOLERANCE_MS), note=note))
+    return lines
+
+
+def _measure_stages(server: TruthServer, requests: int, place: str) -> dict[str, float]:
+    """Returns the median length of each stage, ms, one request at a time."""
+    _, records, _ = _serve(server, requests, 1, DELAY=place, DELAY_S=str(DELAY_MS / 1000))
+    lengths: dict[str, list[float]] = {}
+    for record in records:
+        for stage in record.stages:
+            lengths.setdefault(stage.name, []).append((stage.ended_at - stage.started_at) / 1e6)
+    absent = [0.0] * len(records)
+    return {name: float(np.median([*found, *absent[len(found) :]])) for name, found in lengths.items()}
