@@ -25,6 +25,7 @@ BUILTIN = {
     "sanic": "sanic",
     "grpc": "grpc",
     "gradio": "gradio",
+    "bentoml": "bentoml",
     "celery": "celery",
     "rq": "rq",
     "arq": "arq",
