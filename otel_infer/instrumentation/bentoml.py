@@ -95,7 +95,9 @@ def _put_item(dispatcher: Any, data: Any, hook: Hook) -> WaitingItem | None:
 
 
 @instrumentor.patch_hot_path(
-    "bentoml._internal.marshal.dispatcher:CorkDispatcher.outbound_call", reads=("inputs_info",), part="batches"
+    "bentoml._internal.marshal.dispatcher:CorkDispatcher.outbound_call",
+    reads=("inputs_info",),
+    part="batches",
 )
 def _patch_outbound(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     check_is_coroutine(original)
@@ -123,7 +125,10 @@ def _begin_batch(dispatcher: Any, jobs: Iterable[Any], hook: Hook) -> Any:
 
 
 @instrumentor.patch_hot_path(
-    "bentoml._internal.marshal.dispatcher:CorkDispatcher.split_job", reads=("job",), optional=True, part="batches"
+    "bentoml._internal.marshal.dispatcher:CorkDispatcher.split_job",
+    reads=("job",),
+    optional=True,
+    part="batches",
 )
 def _patch_split(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     def split_job(self: Any, job: Any, *args: Any, **kwargs: Any) -> Any:

@@ -26,6 +26,7 @@ BUILTIN = {
     "grpc": "grpc",
     "gradio": "gradio",
     "bentoml": "bentoml",
+    "mlserver": "mlserver",
     "celery": "celery",
     "rq": "rq",
     "arq": "arq",
