@@ -1,7 +1,7 @@
 """Records the batches of BentoML's dispatcher, and follows requests from service to service.
 
     inbound_call ─ a request's data is put ─▶ `queue wait`, `batch wait` ─▶ outbound_call ─ one call for the batch
-    HTTPClient._build_request ─ headers of the request ─▶ the server of another service
+    a client's _build_payload ─ headers of the request ─▶ the server of another service
 
 The dispatcher calls for one batch after the other. BentoML runs each service in processes of its own.
 """
@@ -95,7 +95,9 @@ def _put_item(dispatcher: Any, data: Any, hook: Hook) -> WaitingItem | None:
 
 
 @instrumentor.patch_hot_path(
-    "bentoml._internal.marshal.dispatcher:CorkDispatcher.outbound_call", reads=("inputs_info",), part="batches"
+    "bentoml._internal.marshal.dispatcher:CorkDispatcher.outbound_call",
+    reads=("inputs_info",),
+    part="batches",
 )
 def _patch_outbound(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     check_is_coroutine(original)
@@ -123,7 +125,10 @@ def _begin_batch(dispatcher: Any, jobs: Iterable[Any], hook: Hook) -> Any:
 
 
 @instrumentor.patch_hot_path(
-    "bentoml._internal.marshal.dispatcher:CorkDispatcher.split_job", reads=("job",), optional=True, part="batches"
+    "bentoml._internal.marshal.dispatcher:CorkDispatcher.split_job",
+    reads=("job",),
+    optional=True,
+    part="batches",
 )
 def _patch_split(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     def split_job(self: Any, job: Any, *args: Any, **kwargs: Any) -> Any:
@@ -132,8 +137,9 @@ def _patch_split(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]
             try:
                 state = _find_state(self)
                 item = state.pop(job.data)
-                for part in parts if item is not None else ():
-                    state.put(part.data, item)
+                if item is not None:
+                    for part in parts:
+                        state.put(part.data, item)
             except Exception as exc:
                 hook.count_failure(exc)
         return parts
@@ -144,11 +150,8 @@ def _patch_split(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]
 # ── processes ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@instrumentor.patch_hot_path(
-    "_bentoml_impl.client.http:HTTPClient._build_request", reads=("headers",), part="clients"
-)
 def _patch_client(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
-    def build_request(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def build(self: Any, *args: Any, **kwargs: Any) -> Any:
         token = _attach_exported(hook) if hook.alive else None
         try:
             return original(self, *args, **kwargs)
@@ -156,7 +159,13 @@ def _patch_client(original: Callable[..., Any], hook: Hook) -> Callable[..., Any
             if token is not None:
                 context.detach(token)
 
-    return build_request
+    return build
+
+
+for _name in ("http:HTTPClient._build_request", "proxy2:AsyncClient._build_payload"):
+    instrumentor.patch_hot_path(
+        f"_bentoml_impl.client.{_name}", reads=("headers",), part=_name.partition(":")[0]
+    )(_patch_client)
 
 
 def _attach_exported(hook: Hook) -> Any:
