@@ -1,7 +1,7 @@
 """Records the batches of BentoML's dispatcher, and follows requests from service to service.
 
     inbound_call ─ a request's data is put ─▶ `queue wait`, `batch wait` ─▶ outbound_call ─ one call for the batch
-    HTTPClient._build_request ─ headers of the request ─▶ the server of another service
+    a client's _build_payload ─ headers of the request ─▶ the server of another service
 
 The dispatcher calls for one batch after the other. BentoML runs each service in processes of its own.
 """
@@ -137,8 +137,9 @@ def _patch_split(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]
             try:
                 state = _find_state(self)
                 item = state.pop(job.data)
-                for part in parts if item is not None else ():
-                    state.put(part.data, item)
+                if item is not None:
+                    for part in parts:
+                        state.put(part.data, item)
             except Exception as exc:
                 hook.count_failure(exc)
         return parts
@@ -149,11 +150,8 @@ def _patch_split(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]
 # ── processes ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@instrumentor.patch_hot_path(
-    "_bentoml_impl.client.http:HTTPClient._build_request", reads=("headers",), part="clients"
-)
 def _patch_client(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
-    def build_request(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def build(self: Any, *args: Any, **kwargs: Any) -> Any:
         token = _attach_exported(hook) if hook.alive else None
         try:
             return original(self, *args, **kwargs)
@@ -161,7 +159,13 @@ def _patch_client(original: Callable[..., Any], hook: Hook) -> Callable[..., Any
             if token is not None:
                 context.detach(token)
 
-    return build_request
+    return build
+
+
+for _name in ("http:HTTPClient._build_request", "proxy2:AsyncClient._build_payload"):
+    instrumentor.patch_hot_path(
+        f"_bentoml_impl.client.{_name}", reads=("headers",), part=_name.partition(":")[0]
+    )(_patch_client)
 
 
 def _attach_exported(hook: Hook) -> Any:

@@ -59,8 +59,8 @@ class Scores:
             yield f"{number}\n"
 
     @bentoml.api
-    async def depend(self, rows: int) -> Any:
-        return await self.runner.to_async.score(rows=rows)
+    def depend(self, rows: int) -> Any:
+        return self.runner.score(rows=rows)
 
     @bentoml.api
     async def depend_batched(self, value: float) -> Any:

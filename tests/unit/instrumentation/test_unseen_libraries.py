@@ -15,9 +15,9 @@ from otel_infer.instrumentation import unseen_libraries
 
 
 def test_an_imported_library_is_in_the_startup_message(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "bentoml", ModuleType("bentoml"))
+    monkeypatch.setitem(sys.modules, "openvino", ModuleType("openvino"))
     line = startup_message.format_message(environment.from_env({}), [], False, "")
-    assert "not followed: bentoml (see `otel-infer doctor`)" in line
+    assert "not followed: openvino (see `otel-infer doctor`)" in line
 
 
 def test_an_installed_library_is_named_by_doctor_and_not_imported(
