@@ -27,6 +27,7 @@ BUILTIN = {
     "gradio": "gradio",
     "bentoml": "bentoml",
     "mlserver": "mlserver",
+    "kserve": "kserve",
     "celery": "celery",
     "rq": "rq",
     "arq": "arq",
