@@ -40,8 +40,19 @@ else
 	$(VENV)-vllm/bin/python -m pytest tests/vllm $(ARGS)
 endif
 
-test-servers: $(VENV)-servers/.dev  ## Flask, Django, aiohttp, Tornado, Sanic, gRPC, Celery …, each on its real server, in an environment of their own
-	$(VENV)-servers/bin/python -m pytest $(TWO) tests/servers $(ARGS)
+# Libraries whose pins conflict with the other servers': each has an environment on top of theirs, and a file of tests.
+OVER_SERVERS := mlserver kserve
+
+test-servers: $(VENV)-servers/.dev $(OVER_SERVERS:%=$(VENV)-servers-%/.dev)  ## Flask, Django, aiohttp, Tornado, Sanic, gRPC, Celery …, each on its real server, in environments of their own
+ifeq ($(strip $(ARGS)),)
+	$(VENV)-servers/bin/python -m pytest $(TWO) tests/servers; failed=$$?; \
+	for name in $(OVER_SERVERS); do \
+	  $(VENV)-servers-$$name/bin/python -m pytest tests/servers/test_$$name.py || failed=1; \
+	done; exit $$failed
+else
+	$(VENV)-servers$(strip $(foreach name,$(OVER_SERVERS),$(if $(findstring test_$(name),$(ARGS)),-$(name))))/bin/python -m pytest \
+	  $(if $(findstring tests/servers/,$(ARGS)),,tests/servers) $(ARGS)
+endif
 
 test-stack: $(VENV)/.dev $(VENV)-vllm/.dev tools  ## real servers, scraped by a real Prometheus: every panel, every alert
 	$(BIN)/python -m pytest tests/stack $(ARGS)
@@ -119,7 +130,7 @@ wheel: $(VENV)/.dev  ## dist/otel_infer-*.whl
 	$(BIN)/python -m pip wheel -qq --no-deps --wheel-dir dist .
 
 clean:  ## remove the environment and everything built
-	rm -rf $(VENV) $(VENV)-peers $(VENV)-servers $(VENV)-vllm $(VENV)-oldest .venv-3.* $(SKIPPED) build dist .tools .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VENV)-peers $(VENV)-servers $(OVER_SERVERS:%=$(VENV)-servers-%) $(VENV)-vllm $(VENV)-oldest .venv-3.* $(SKIPPED) build dist .tools .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
 # pip is renewed: the one that Debian brings cannot resolve our extras when two OpenTelemetry releases mix.
 $(BIN)/python:
@@ -171,6 +182,15 @@ $(VENV)-servers/.dev: pyproject.toml tests/servers/requirements.txt tests/server
 	@echo "installing the servers and what the tests need"
 	@$(VENV)-servers/bin/python -m pip install -qq -r tests/servers/requirements.txt -e ".[dev]" transformers
 	@$(VENV)-servers/bin/python -m pip install -qq --no-deps -r tests/servers/requirements-no-deps.txt
+	@touch $@
+
+# A path file lends it what the servers' environment has, which pip then leaves alone: what is older is installed beside it.
+$(OVER_SERVERS:%=$(VENV)-servers-%/.dev): $(VENV)-servers-%/.dev: $(VENV)-servers/.dev tests/servers/requirements-%.txt
+	@echo "installing $* over the servers"
+	@$(VENV)-servers/bin/python -m venv $(@D)
+	@packages='import sysconfig; print(sysconfig.get_path("purelib"))'; \
+	$(VENV)-servers/bin/python -c "$$packages" > "$$($(@D)/bin/python -c "$$packages")/servers.pth"
+	@$(@D)/bin/python -m pip install -qq --no-warn-conflicts -r tests/servers/requirements-$*.txt
 	@touch $@
 
 $(VENV)/.bench: pyproject.toml $(VENV)/.dev

@@ -16,7 +16,7 @@ from otel_infer.instrumentation.hooks.probe import Hook
 from otel_infer.instrumentation.hooks.target import check_is_coroutine
 from otel_infer.instrumentation.job_exchange import Job, JobExchange, add_headers, begin_job, read_put_at
 from otel_infer.tracing import context
-from otel_infer.tracing.batch_request import BatchRequest
+from otel_infer.tracing.batch_request import attach_members
 
 HEADERS_ATTRIBUTE = "otel_infer_headers"
 
@@ -81,11 +81,7 @@ def _attach_jobs(jobs: Sequence[JobExchange], hook: Hook) -> Any:
     """Makes the job current, or the batch of them. Returns the token for `detach`, or None."""
     try:
         requests = [job.request for job in jobs if job.request is not None]
-        if len(requests) < 2:
-            return jobs[0].attach()
-        batch = BatchRequest(requests)
-        batch.link_members()
-        return batch.attach()
+        return jobs[0].attach() if len(requests) < 2 else attach_members(requests)
     except Exception as exc:
         hook.count_failure(exc)
         return None

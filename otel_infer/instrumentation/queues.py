@@ -144,8 +144,13 @@ def _is_followed(queue: Any, frame: Any) -> bool:
         return False
     if STATE_ATTRIBUTE in attributes or not is_of_library(frame):
         return True
-    attributes[LEFT_ALONE_ATTRIBUTE] = True
+    leave_alone(queue)
     return False
+
+
+def leave_alone(queue: Any) -> None:
+    """Follows no item of this queue: other hooks know what its worker does."""
+    queue.__dict__[LEFT_ALONE_ATTRIBUTE] = True
 
 
 def is_of_library(frame: Any) -> bool:

@@ -19,8 +19,6 @@ _WORKER_PROCESSES = "the model runs in its worker processes, apart from the HTTP
 _MODELS = "its models have no stage: put `otel_infer.stage` around their calls"
 UNSEEN_LIBRARIES = (
     UnseenLibrary("ray.serve", _WORKER_PROCESSES),
-    UnseenLibrary("bentoml", "batches of its dispatcher are not assigned to their requests"),
-    UnseenLibrary("mlserver", "adaptive batches are assigned to the wrong requests, and its gRPC and workers are not followed"),
     UnseenLibrary("pytriton", "its requests are not seen: open them by `otel_infer.request`"),
     UnseenLibrary("sglang", "its engine is not followed: HTTP requests only"),
     UnseenLibrary("llama_cpp", "its engine is not followed: HTTP requests only"),

@@ -72,3 +72,12 @@ class BatchRequest(RequestSpan):
             other.add_link(first.own_span_context())
         for other in others[:MAX_LINKS]:
             first.add_link(other.own_span_context())
+
+
+def attach_members(requests: Sequence[RequestSpan]) -> Any:
+    """Makes a request current, or several as a batch whose members are linked; returns the token for `detach`, or None."""
+    if len(requests) < 2:
+        return requests[0].attach() if requests else None
+    batch = BatchRequest(requests)
+    batch.link_members()
+    return batch.attach()

@@ -63,10 +63,14 @@ class ProcessFamily:
         return joins
 
 
+_SPAWNED = "--multiprocessing-fork", "multiprocessing.forkserver", "_bentoml_impl.worker."
+"""In the arguments of interpreters that multiprocessing starts, or BentoML for a worker."""
+
+
 def _is_spawned() -> bool:
-    """Returns whether multiprocessing has started this interpreter, for a process or for a server that forks them."""
+    """Returns whether a server has started this interpreter, for a worker or for a program that forks them."""
     arguments = " ".join(sys.orig_argv)
-    return "--multiprocessing-fork" in arguments or "multiprocessing.forkserver" in arguments
+    return any(part in arguments for part in _SPAWNED)
 
 
 class ForkFamily(ProcessFamily):

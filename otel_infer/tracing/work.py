@@ -146,6 +146,19 @@ class Work:
         return current
 
 
+def take_over() -> list[RequestSpan]:
+    """Returns the requests of the items that the worker here has taken. They are no longer its work: the caller closes them.
+
+    For a worker that starts a task for each item, and whose hooks know which items the task is for.
+    """
+    work = context.current_context().get(REQUEST_KEY)
+    current = work.open() if type(work) is Work else None
+    if type(work) is not Work or current is None:
+        return []
+    attach_work(Work(work.worker))
+    return _list_members(current)
+
+
 def _list_members(request: RequestSpan | None) -> list[RequestSpan]:
     """Returns the requests of a batch, or the request itself; ended requests are left out."""
     members = request.members if isinstance(request, BatchRequest) else (request,)

@@ -9,7 +9,13 @@ import pytest
 
 from tests.support.otlp_receiver import OtlpReceiver
 
-collect_ignore_glob = [] if importlib.util.find_spec("tornado") else ["test_*.py"]
+_OVER_SERVERS = "mlserver", "kserve"
+"""Libraries with an environment of their own on top of the servers'."""
+collect_ignore_glob = (
+    [f"test_{name}.py" for name in _OVER_SERVERS if not importlib.util.find_spec(name)]
+    if importlib.util.find_spec("tornado")
+    else ["test_*.py"]
+)
 
 
 @pytest.fixture

@@ -7,6 +7,8 @@ from typing import Any
 
 from tests.support.otlp_receiver import OtlpReceiver
 
+ERROR = 2
+"""Status of a span in OTLP."""
 LATE_S = 0.3
 """Spans of one trace may come in two exports."""
 

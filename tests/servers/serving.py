@@ -71,12 +71,19 @@ def start_module(
     name: str, receiver: OtlpReceiver, log: Path, path: str = "/health", **variables: str
 ) -> Server:
     """Starts an application of `APPS` that is run as a module with its port, under `otel-infer run`."""
+    return start_command(_module(name), receiver, log, path, **variables)
+
+
+def start_command(
+    command: tuple[str, ...], receiver: OtlpReceiver, log: Path, path: str, **variables: str
+) -> Server:
+    """Starts what `ServedApp.command` states, under `otel-infer run`. `stop_module` stops it."""
     port = free_port()
     environ = {
         **receiver.environ, "OTEL_METRIC_EXPORT_INTERVAL": "1000", "PYTHONPATH": str(Path.cwd()), MARKER: str(port),
         **variables,
     }  # fmt: skip
-    return Server(make_command(ServedApp(_module(name), ""), port), port, log, environ, path).start()
+    return Server(make_command(ServedApp(command, ""), port), port, log, environ, path).start()
 
 
 def stop_module(server: Server) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from otel_infer import semconv
 from tests.servers.apps.scorer import CHUNKS
-from tests.servers.receiving import spans_of
+from tests.servers.receiving import ERROR, spans_of
 from tests.servers.requests_sent import Answer, make_ids, send
 from tests.servers.serving import SERVERS, ServedApp, make_command
 from tests.support.otlp_receiver import OtlpReceiver
@@ -113,7 +113,7 @@ def test_a_client_that_leaves_is_no_error(served: Served) -> None:
         client.recv(100)
         client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # closes with a reset
     span = served.server_span(trace_id)
-    assert span["status"] != "ERROR"
+    assert span["status"] != ERROR
 
 
 def test_a_health_check_has_no_span_and_is_counted(served: Served) -> None:

@@ -20,6 +20,9 @@ class PythonEntryPoint:
     plain: Any = None
 
 
+INSTRUMENTED_ATTRIBUTE = "_is_instrumented_by_opentelemetry"
+"""OpenTelemetry's instrumentations of FastAPI and Starlette set it on the application."""
+
 if TYPE_CHECKING or native is None:
     EntryPoint = PythonEntryPoint
 else:
@@ -30,14 +33,16 @@ class AsgiEntryPoint(EntryPoint):
     """An entry point. Where it is compiled, it is also the application that the server calls.
 
     `reached_app`: an application that we patch is behind it. `has_tracer`: another instrumentation starts a
-    span in between. `is_watched`: a timer measures the lag of its event loop.
+    span in between, or in the application. `is_watched`: a timer measures the lag of its event loop.
     """
 
     deferred = False
 
     def enter_application(self, app: Any) -> Tokens:
-        """Stores that the lifespan reached an application that we patch."""
+        """Stores that the lifespan, or the first request, reached an application that we patch."""
         self.reached_app = True
+        # An application may be instrumented with a provider of its own, which is not the global one.
+        self.has_tracer = self.has_tracer or bool(getattr(app, INSTRUMENTED_ATTRIBUTE, False))
         return ()
 
     def record_route_error(self, exc: BaseException) -> None:

@@ -135,7 +135,7 @@ class Exchange(Response):
                     else ()
                 )
             if self.entry_point is not None:
-                self.entry_point.reached_app = True
+                self.entry_point.enter_application(app)
                 if context.current_context().get(context.SPAN_KEY) is not self.request:
                     self.entry_point.has_tracer = self.entry_point.has_tracer or not is_current_span(
                         self.request

@@ -11,7 +11,7 @@ from otel_infer import _clock
 from otel_infer.instrumentation.manual._scope import TracedScope
 from otel_infer.ringbuffer import events
 from otel_infer.tracing import start
-from otel_infer.tracing.batch_request import BatchRequest
+from otel_infer.tracing.batch_request import attach_members
 from otel_infer.tracing.context import detach
 from otel_infer.tracing.deferred_request import CurrentRequest, DeferredRequest
 from otel_infer.tracing.request_span import RequestSpan
@@ -57,13 +57,7 @@ class batch(TracedScope):  # noqa: N801 - used like a function
     def __enter__(self) -> batch:
         try:
             taken = [each.take() for each in self._items if isinstance(each, item)]
-            requests = [request for request in taken if request is not None]
-            if len(requests) > 1:
-                together = BatchRequest(requests)
-                together.link_members()
-                self._token = together.attach()
-            elif requests:
-                self._token = requests[0].attach()
+            self._token = attach_members([request for request in taken if request is not None])
         except Exception as exc:
             report_mistake("a batch", exc)
         return self

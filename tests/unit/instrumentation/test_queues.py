@@ -24,6 +24,7 @@ from otel_infer.ringbuffer import events
 from otel_infer.tracing import start
 from otel_infer.tracing.context import attach, detach
 from otel_infer.tracing.request_span import RequestSpan
+from otel_infer.tracing.work import take_over
 from tests.support.rings import Recording, stages_of
 
 WAIT_S = 0.03
@@ -181,6 +182,31 @@ def test_a_task_per_item_keeps_its_request(recording: Recording) -> None:
             tasks.append(asyncio.create_task(process(future)))
 
     assert asyncio.run(run_async(worker, "abc", pause_s=0.005)) == [["a"], ["b"], ["c"]]
+
+
+def test_a_task_that_takes_over_an_item_works_for_it(recording: Recording) -> None:
+    async def process(requests: list[RequestSpan], future: asyncio.Future[Any]) -> None:
+        requests[0].attach()
+        await asyncio.sleep(WAIT_S)
+        future.set_result(call_model())
+
+    async def worker(work: asyncio.Queue[Any]) -> None:
+        tasks = []
+        while True:
+            _, future = await work.get()
+            tasks.append(asyncio.create_task(process(take_over(), future)))
+            assert take_over() == [] and start.begin_model_call() is None
+
+    assert asyncio.run(run_async(worker, "abc")) == [["a"], ["b"], ["c"]]
+
+
+def test_a_queue_left_alone_gives_a_worker_nothing(recording: Recording) -> None:
+    async def worker(work: asyncio.Queue[Any]) -> None:
+        queues.leave_alone(work)
+        await work_one_by_one(work)
+
+    assert asyncio.run(run_async(worker, "ab", pause_s=0.01)) == [[], []]
+    assert stages_of(by_name(recording)["b"]) == []
 
 
 class Threaded:

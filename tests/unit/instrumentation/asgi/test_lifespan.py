@@ -11,6 +11,7 @@ import pytest
 from otel_infer import _clock
 from otel_infer.instrumentation import asgi
 from otel_infer.instrumentation.asgi import lifespan
+from otel_infer.instrumentation.asgi.entry_point import INSTRUMENTED_ATTRIBUTE, AsgiEntryPoint
 from otel_infer.ringbuffer import events
 from otel_infer.ringbuffer.arena import MemoryArena
 from otel_infer.ringbuffer.reader import RequestReader
@@ -160,3 +161,11 @@ async def test_starlette_lifespan_error_is_recorded_and_reraised(
     assert [message["type"] for message in sent] == ["lifespan.startup.failed"]
     ends = [event for event in read_events(arena) if isinstance(event, events.PhaseEnded)]
     assert [event.error_type for event in ends] == ["OSError"]
+
+
+@pytest.mark.parametrize("is_instrumented", [False, True])
+def test_lifespan_shows_an_instrumented_application(is_instrumented: bool) -> None:
+    app, entry_point = type("App", (), {})(), AsgiEntryPoint()
+    setattr(app, INSTRUMENTED_ATTRIBUTE, is_instrumented)
+    entry_point.enter_application(app)
+    assert (entry_point.reached_app, entry_point.has_tracer) == (True, is_instrumented)

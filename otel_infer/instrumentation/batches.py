@@ -1,0 +1,53 @@
+"""Follows items that wait in a framework's batcher: it calls a function once for the items of several requests.
+
+a request puts an item ─ `queue wait`, until the batcher is free ─ `batch wait`, until the batch is complete ─▶ the call
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from otel_infer import _clock
+from otel_infer.ringbuffer import events
+from otel_infer.tracing import start
+from otel_infer.tracing.batch_request import BatchRequest, attach_members
+from otel_infer.tracing.deferred_request import CurrentRequest, DeferredRequest
+from otel_infer.tracing.request_span import RequestSpan
+
+
+class WaitingItem(NamedTuple):
+    """An item of a request, and when it was put (monotonic ns)."""
+
+    request: CurrentRequest
+    put_at: int
+
+
+def describe_item() -> WaitingItem | None:
+    """Returns the item that the current request puts; None if there is no request."""
+    request = start.find_request()
+    return None if request is None else WaitingItem(request, _clock.now())
+
+
+def begin_batch(items: Iterable[WaitingItem | None], free_at: int = 0) -> Any:
+    """Ends the waits of the items of a batch, and makes their requests current. Returns the token for `detach`, or None.
+
+    `free_at`: when the batcher had ended its previous batch, monotonic ns; 0 = it does not wait for that.
+    """
+    waiting = [item for item in items if item is not None and not item.request.ended]
+    now = _clock.now()
+    members: dict[RequestSpan, None] = {}
+    for item in waiting:
+        request = item.request.open() if isinstance(item.request, DeferredRequest) else item.request
+        if request is None or request.ended:
+            continue
+        _record_waits(request, item.put_at, min(max(item.put_at, free_at), now), now, len(waiting))
+        members.update(dict.fromkeys(request.members if isinstance(request, BatchRequest) else (request,)))
+    return attach_members(list(members))
+
+
+def _record_waits(request: RequestSpan, put_at: int, free_at: int, now: int, size: int) -> None:
+    if put_at < free_at:
+        request.record_event(events.StageEnded(free_at, put_at, events.QUEUE_WAIT, 0))
+    if free_at < now:
+        request.record_event(events.StageEnded(now, free_at, events.BATCH_WAIT, size))
