@@ -40,10 +40,11 @@ SECTIONS = (
     "truth",
     "blocked_truth",
 )
-ONLY_IF_NAMED = ("vllm_scheduler", "vllm", "whole", "server_truth")
-"""Sections that run only if `--only` names them: three have a Python environment of their own, one takes hours."""
+ONLY_IF_NAMED = ("vllm_scheduler", "vllm", "whole", "server_truth", "entrances")
+"""Sections that run only if `--only` names them: four have a Python environment of their own, one takes hours."""
 MODULES = {
     "asgi": "asgi_requests",
+    "entrances": "entrance_requests",
     "sidecar": "sidecar_load",
     "vllm": "vllm_serving",
     "whole": "whole.section",

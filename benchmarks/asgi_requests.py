@@ -87,8 +87,8 @@ async def _measure_all(quick: bool) -> list[Line]:
                 (f"at {RATE:.0f}/s", send_at_rate, [bare, ours], Size(20, 2) if quick else Size(200, 25)),
             ):
                 for path, route in ((JSON, "JSON"), (STREAM, f"{asgi_systems.CHUNKS} chunks")):
-                    await _measure_rounds(compared, send, path, Size(size.requests, 1), exporting)
-                    costs = await _measure_rounds(compared, send, path, size, exporting)
+                    await measure_rounds(compared, send, path, Size(size.requests, 1), exporting)
+                    costs = await measure_rounds(compared, send, path, size, exporting)
                     expected += (WARM_UP + size.requests) * (size.rounds + 1)
                     lines += make_lines(f"ASGI request, {route}, {name}", costs)
         stock.close()
@@ -96,26 +96,36 @@ async def _measure_all(quick: bool) -> list[Line]:
     return lines
 
 
-async def _measure_rounds(
-    systems: list[System], send: SendRequests, path: str, size: Size, exporting: Exporting
+async def measure_rounds(
+    systems: list[System],
+    send: SendRequests,
+    path: str,
+    size: Size,
+    exporting: Exporting,
+    warm_up: SendRequests | None = None,
 ) -> RequestCosts:
-    """Runs a block of each system per round, and a second bare one, in random order."""
+    """Runs a block of each system per round, and a second bare one, in random order.
+
+    `warm_up`: sends the requests before each block; None = `call_in_sequence`.
+    """
     blocks = [(system, system.name) for system in systems] + [(systems[0], AGAIN)]
     rng, server, sidecar = random.Random(1), {name: list[float]() for _, name in blocks}, 0
     for _ in range(size.rounds):
         for system, name in rng.sample(blocks, len(blocks)):
             began = machine.read_cpu_ns(exporting.pid)
-            server[name].append(await _measure_block(system, send, path, size.requests))
+            server[name].append(await _measure_block(system, send, path, size.requests, warm_up))
             if name == OURS:
                 exporting.flush()
                 sidecar += machine.read_cpu_ns(exporting.pid) - began
     return RequestCosts(server, sidecar / size.rounds / (WARM_UP + size.requests))
 
 
-async def _measure_block(system: System, send: SendRequests, path: str, requests: int) -> float:
+async def _measure_block(
+    system: System, send: SendRequests, path: str, requests: int, warm_up: SendRequests | None
+) -> float:
     """Returns the CPU ns of this process per request. Before, the code is warmed up and garbage of other blocks is collected."""
     system.switch_on()
-    await call_in_sequence(system, path, WARM_UP)
+    await (warm_up or call_in_sequence)(system, path, WARM_UP)
     system.flush()
     gc.collect()
     began = time.process_time_ns()

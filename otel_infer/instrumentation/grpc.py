@@ -71,7 +71,7 @@ class RpcExchange(ServerExchange):
         return self.method if self.is_known else self.owner
 
     def list_headers(self) -> list[tuple[bytes, bytes]]:
-        return encode_headers((str(key), value) for key, value in self.metadata if isinstance(value, str))
+        return encode_headers(self.metadata)
 
     def find_path(self) -> str:
         return f"/{self.method}"

@@ -57,10 +57,7 @@ class JobExchange(ServerExchange):
         return f"{events.PROCESS} {self.job.name}"
 
     def list_headers(self) -> list[tuple[bytes, bytes]]:
-        headers = self.job.headers.items()
-        return encode_headers(
-            (name, value) for name, value in headers if isinstance(name, str) and isinstance(value, str)
-        )
+        return encode_headers(self.job.headers.items())
 
     def find_path(self) -> str:
         return self.job.name

@@ -22,11 +22,12 @@ from otel_infer.tracing.context import detach
 from otel_infer.tracing.deferred_request import DeferredRequest
 
 
-def encode_headers(headers: Iterable[tuple[str, str]]) -> list[tuple[bytes, bytes]]:
-    """Returns headers as ASGI has them: names in lower case, both as bytes."""
+def encode_headers(headers: Iterable[tuple[Any, Any]]) -> list[tuple[bytes, bytes]]:
+    """Returns headers as ASGI has them: names in lower case, both as bytes. What is no text is left out."""
     return [
         (name.lower().encode("latin-1", "replace"), value.encode("latin-1", "replace"))
         for name, value in headers
+        if isinstance(name, str) and isinstance(value, str)
     ]
 
 

@@ -43,13 +43,14 @@ class item:  # noqa: N801 - used like a function
 class batch(TracedScope):  # noqa: N801 - used like a function
     """Code in it works for all requests of a batch: `with`, or `async with`. Make a new one for each batch.
 
-    `items`: what `otel_infer.item()` returned in the handler of each request. Calls of models, and stages, are recorded
-    for each request, with the size of the batch. The requests are linked to each other.
+    `items`: what `otel_infer.item()` returned in the handler of each request; None is left out. Calls of models, and
+    stages, are recorded for each request, with the size of the batch. The first request is linked to the others, and
+    each of them to the first.
     """
 
     attaches = True
 
-    def __init__(self, items: Iterable[item]) -> None:
+    def __init__(self, items: Iterable[item | None]) -> None:
         self._items = items
         self.new_scope = functools.partial(batch, items)
         self._token: Any = None
