@@ -7,7 +7,7 @@ convention defines are under `infer.*`. Dashboards, alerts, docs and tests read 
 
 from __future__ import annotations
 
-from otel_infer.semconv import device_metrics, http_metrics, metrics
+from otel_infer.semconv import device_metrics, http_metrics, metrics, service_metrics
 from otel_infer.semconv.attributes import *
 from otel_infer.semconv.causes import *
 from otel_infer.semconv.complaints import *
@@ -15,11 +15,12 @@ from otel_infer.semconv.device_metrics import *
 from otel_infer.semconv.http_metrics import *
 from otel_infer.semconv.metrics import *
 from otel_infer.semconv.metrics import Metric
+from otel_infer.semconv.service_metrics import *
 from otel_infer.semconv.spans import *
 
 METRICS: tuple[Metric, ...] = tuple(
     value
-    for module in (metrics, http_metrics, device_metrics)
+    for module in (metrics, service_metrics, http_metrics, device_metrics)
     for value in vars(module).values()
     if isinstance(value, Metric)
 )

@@ -69,6 +69,15 @@ def loop_client(port: int) -> Callable[[random.Random], None]:
     return send
 
 
+def classify_client(port: int) -> Callable[[random.Random], None]:
+    """Returns a client of a classifier."""
+
+    def send(rng: random.Random) -> None:
+        post(port, "/classify/a", {})
+
+    return send
+
+
 def chat_client(port: int, model: str) -> Callable[[random.Random], None]:
     """Returns a client of an OpenAI server: chats, of which some abort and some name an unknown model."""
 

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from otel_infer.cli.alerts import rules_to_yaml
 from otel_infer.monitoring.alerts import burn_rate_rules, slo_spec
-from tests.stack.load import Load, chat_client, loop_client
+from tests.stack.load import Load, chat_client, classify_client, loop_client
 from tests.stack.processes import Prometheus
 from tests.support.otlp_receiver import OtlpReceiver
 from tests.support.served import RUN, Server, free_port, transformers_serve
@@ -65,6 +65,13 @@ def loop_server(log: Path, environ: dict[str, str], **faults: float) -> Server:
     return Server([*RUN, *server], port, log, environ, "/")
 
 
+def batch_server(log: Path, environ: dict[str, str]) -> Server:
+    """Returns a classifier whose requests wait in an asyncio.Queue for their batch."""
+    port = free_port()
+    app = [sys.executable, "-m", "uvicorn", "--port", str(port), "tests.servers.apps.batcher_app:app"]
+    return Server([*RUN, *app, "--log-level", "error"], port, log, environ, "/health")
+
+
 def vllm_server(model: Path, log: Path, environ: dict[str, str]) -> Server:
     """Returns a real vLLM on the CPU, in its own virtual environment, with few KV blocks."""
     port = free_port()
@@ -93,7 +100,12 @@ def run_stack(folder: Path, model: Path) -> Iterator[Stack]:
         off = {"OTEL_INFER_GPU_METRICS": "off"}
         targets: dict[str, int] = {}
         environs: dict[str, dict[str, str]] = {}
-        for name, more in (("loop", build_nvml_stub(folder)), ("transformers", off), ("vllm", off)):
+        for name, more in (
+            ("loop", build_nvml_stub(folder)),
+            ("transformers", off),
+            ("vllm", off),
+            ("batch", off),
+        ):
             targets[name], environs[name] = make_environ(receiver, **more)
         logs = {name: folder / f"{name}.log" for name in targets}
         servers = {
@@ -102,6 +114,7 @@ def run_stack(folder: Path, model: Path) -> Iterator[Stack]:
             "transformers": transformers_serve(
                 model, logs["transformers"], environs["transformers"], batching=True
             ),
+            "batch": batch_server(logs["batch"], environs["batch"]),
         }
         for server in servers.values():
             exit_stack.callback(lambda started=server: started.process and started.stop())
@@ -121,6 +134,7 @@ def run_stack(folder: Path, model: Path) -> Iterator[Stack]:
             Load(loop_client(ports["loop"]), 14, 0.4),
             Load(chat_client(ports["transformers"], str(model)), 2, 0.3),
             Load(chat_client(ports["vllm"], MODEL), 5, 0.5),
+            Load(classify_client(ports["batch"]), 4, 0.2),
         ):
             exit_stack.callback(load.stop)
         yield Stack(prometheus, receiver, ports)

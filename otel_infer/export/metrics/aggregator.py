@@ -300,6 +300,9 @@ class MetricsAggregator:
                 detokenize = attributes.get(semconv.DETOKENIZE_DURATION)
                 if isinstance(detokenize, (int, float)):
                     points.get_or_create((semconv.STAGE_DETOKENIZE, *key[1:])).record(detokenize, source)
+        size = request_counters.find_batch_size(record)
+        if size:
+            self._histograms[semconv.REQUEST_BATCH_SIZE.name].get_or_create(request_key).record(size, source)
         if record.device_share:
             attributed = self._number_series[semconv.DEVICE_ATTRIBUTED.name]
             attributed.add((*request_key, *self._make_caller_key(record)), record.device_share / 1e9)

@@ -50,6 +50,15 @@ def count_usage(
         numbers[semconv.ACCEPTED_TOKENS.name].add(request_key, record.accepted_tokens)
 
 
+def find_batch_size(record: RequestRecord) -> int:
+    """Returns the items of the model call that served a request; 0 if it waited in no queue of the application."""
+    call = record.find_stage(semconv.SPAN_FORWARD)
+    if call is None or record.find_stage(semconv.SPAN_QUEUE_WAIT) is None:
+        return 0
+    items = call.attributes.get(semconv.ITEMS, 1)
+    return items if isinstance(items, int) else 1
+
+
 def count_objectives(
     numbers: Mapping[str, NumberSeries], record: RequestRecord, decision: Decision, key: Key
 ) -> None:

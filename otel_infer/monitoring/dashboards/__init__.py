@@ -8,13 +8,22 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from otel_infer.monitoring.dashboards import decode, gpu, latency_breakdown, memory, overview, self_monitoring
+from otel_infer.monitoring.dashboards import (
+    decode,
+    gpu,
+    latency_breakdown,
+    memory,
+    overview,
+    self_monitoring,
+    services,
+)
 from otel_infer.monitoring.dashboards.dashboard import Dashboard, render_dashboard
 
 DASHBOARD_BUILDERS: Sequence[Callable[[], Dashboard]] = (
     overview.build_dashboard,
     latency_breakdown.build_dashboard,
     decode.build_dashboard,
+    services.build_dashboard,
     memory.build_dashboard,
     gpu.build_dashboard,
     self_monitoring.build_dashboard,

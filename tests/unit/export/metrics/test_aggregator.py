@@ -1018,6 +1018,19 @@ def test_latency_of_slow_requests_is_counted_separately() -> None:
     assert all(GEN_AI.items() <= point["attributes"].items() for point in points)
 
 
+def batched(size: int, wait: str = "queue wait") -> RequestRecord:
+    """A classification whose worker called the model twice, first for a batch of this size."""
+    calls = [Stage("forward", MS, 2 * MS, {"infer.items": size}), Stage("forward", 2 * MS, 3 * MS, {})]
+    return record(operation="inference", stages=[Stage(wait, 0, MS, {}), *calls])
+
+
+def test_a_batch_has_its_size_once_per_request() -> None:
+    collected = add_and_collect(make_aggregator(), batched(4), batched(4), batched(9, wait="ingress"))
+    point = only_point(collected["infer.request.batch.size"])
+    assert (point["count"], point["sum"]) == (2, 8)
+    assert point["attributes"]["gen_ai.operation.name"] == "inference"
+
+
 def test_each_metric_is_exported_as_declared() -> None:
     metrics = make_aggregator(has_objectives=True)
     aborted = generation(outcome=events.ABORTED, failed_stage="decode", error_type="timeout")
@@ -1040,7 +1053,7 @@ def test_each_metric_is_exported_as_declared() -> None:
             semconv.REQUEST_ACTIVE, semconv.REQUEST_HUNG, semconv.ENGINE_WAITING, semconv.PINNED_MEMORY,
         ):  # fmt: skip
             metrics.set_value(metric, dict.fromkeys(metric.attributes, "x"), 1)
-    collected = add_and_collect(metrics, aborted, preempted)
+    collected = add_and_collect(metrics, aborted, preempted, batched(4))
     kinds = {"histogram": "histogram", "counter": "sum", "updowncounter": "sum", "gauge": "gauge"}
     expected = [
         (m.name, m.unit, m.description, kinds[m.instrument], m.instrument == "counter")
