@@ -21,7 +21,7 @@ from benchmarks.whole.switched_server import find_free_port
 from otel_infer.assembly.assembler import Assembler
 from otel_infer.assembly.records.request import RequestRecord
 from otel_infer.cli.replay import read_records
-from tests.servers.leftovers import MARKER, kill_leftovers
+from tests.servers.leftovers import MARKER, kill_leftovers, wait_for_sidecars
 
 REQUESTS, CONCURRENCY = 320, 16
 DELAYED_REQUESTS = 20
@@ -61,6 +61,7 @@ def _serve(
             finally:
                 stop_server(process)
                 kill_leftovers(str(port))
+                wait_for_sidecars(str(port))
         records = read_records(folder / "server.tape", Assembler())
         return clients, [record for record in records if record.trace_id.hex() in clients], lateness
 

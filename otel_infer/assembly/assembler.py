@@ -24,6 +24,7 @@ from otel_infer.assembly.process_state import ProcessState
 from otel_infer.assembly.records.process import StartRecord
 from otel_infer.assembly.records.request import RequestRecord
 from otel_infer.assembly.request_fragments import RequestFragments
+from otel_infer.assembly.requests.call_costs import CallCosts
 from otel_infer.assembly.requests.conclude import OpenRequest, build_records, build_unrecorded_end
 from otel_infer.assembly.requests.ended_requests import GRACE_NS, EndedRequests
 from otel_infer.assembly.requests.shapes import ShapedRequest, find_shape
@@ -48,7 +49,7 @@ class Assembler:
         self.steps: list[StepRecord] = []
         self.workers, self.processes, self._clocks = WorkerState(), ProcessState(), GpuClocks()
         self._fragments, self.pauses, self._startups = RequestFragments(), Pauses(), StartupTracker()
-        self._ended = EndedRequests()
+        self._ended, self._call_costs = EndedRequests(), CallCosts()
         self._closed: list[OpenRequest] = []
         self._closed_steps = 0
         self._ready: list[RequestRecord | ShapedRequest] = []
@@ -213,6 +214,8 @@ class Assembler:
                 self.requests_seen -= 1
             else:
                 request.close_at(due)
+                if not request.runs:
+                    request.cost_model = self._call_costs.learn_calls(request)
                 self.processes.describe_target(request.ring, request.attributes)
                 self.pauses.attach_to_request(request)
                 self._closed.append(request)

@@ -182,7 +182,7 @@ CAUSE_TABLE = (
     ),
     Cause(
         CAUSE_BATCHING, GROUP_OWN_WORK, "#b0d99f",
-        "what the other sequences of the batch added to its steps",
+        "what the other sequences of the batch added to its steps, or other items to the call of a model",
         "smaller batches for live traffic, and offline traffic on a separate replica",
         is_fault=False, slows_decode=True,
     ),

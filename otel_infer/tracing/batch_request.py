@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from otel_infer import _clock
+from otel_infer.ringbuffer import events
 from otel_infer.tracing.request_span import RequestSpan
 
 MAX_LINKS = 16
@@ -66,7 +67,9 @@ class BatchRequest(RequestSpan):
             member.set_engine_error(error_type)
 
     def link_members(self) -> None:
-        """Links the first request to the others, and each of them to the first."""
+        """Links the first request to the others, and each of them to the first. Each states how many they are."""
+        for member in self.members:
+            member.record_attribute(events.BATCH_REQUESTS_KEY, len(self.members))
         first, *others = self.members
         for other in others:
             other.add_link(first.own_span_context())

@@ -25,6 +25,7 @@ REQUEST_ATTRIBUTES = {
     semconv.USAGE_OUTPUT_TOKENS: (NUMBER, "output tokens"),
     semconv.USAGE_CACHE_READ: (NUMBER, "prompt tokens that the prefix cache had"),
     semconv.SEQUENCES: (NUMBER, "sequences, if more than one"),
+    semconv.BATCH_REQUESTS: (NUMBER, "requests in the batch that a worker put together"),
     semconv.PREEMPTIONS: (NUMBER, "preemptions"),
     semconv.TOKENS_DRAFTED: (NUMBER, "draft tokens (speculative decoding)"),
     semconv.TOKENS_ACCEPTED: (NUMBER, "accepted draft tokens"),

@@ -1,6 +1,4 @@
-"""LitServe with batching."""
-
-from __future__ import annotations
+"""LitServe with batching. It reads annotations at run time, so they must not be strings."""
 
 import sys
 from typing import Any

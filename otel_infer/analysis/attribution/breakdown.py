@@ -28,7 +28,12 @@ from typing import Any
 
 from otel_infer import semconv
 from otel_infer.analysis.attribution import interference, prefill, step_columns
+from otel_infer.analysis.attribution.batched_call import estimate_batching_time
 from otel_infer.analysis.attribution.decode import StepBreakdown, divide_decode
+from otel_infer.analysis.attribution.interrupted_step import (
+    estimate_interrupted_step_interference,
+    estimate_interrupted_step_time,
+)
 from otel_infer.analysis.attribution.preparation import find_preparation
 from otel_infer.assembly.engine.step_rows import STEPS_PER_BATCH
 from otel_infer.assembly.records.intervals import (
@@ -222,7 +227,9 @@ def _attribute_stage(
         causes[semconv.CAUSE_DETOKENIZE] += detokenize_ns
         causes[semconv.CAUSE_EGRESS] += taken - detokenize_ns
     else:
-        causes[semconv.STAGE_CAUSES.get(name, semconv.CAUSE_APPLICATION)] += taken
+        of_batch = min(estimate_batching_time(record, stage), taken)
+        causes[semconv.CAUSE_BATCHING] += of_batch
+        causes[semconv.STAGE_CAUSES.get(name, semconv.CAUSE_APPLICATION)] += taken - of_batch
 
 
 def _attribute_decode(ledger: _TimeLedger, record: RequestRecord, decode: StepBreakdown, taken: int) -> None:
@@ -314,37 +321,3 @@ def find_decode_remainder_cause(record: RequestRecord) -> str:
         if is_single_interval and not record.telemetry_lost
         else semconv.CAUSE_UNEXPLAINED
     )
-
-
-def estimate_interrupted_step_time(record: RequestRecord, remaining: int) -> int:
-    """Returns how much of the remaining decode time the unfinished step of the request itself took, ns.
-
-    At most its longest step or what the cost model predicts; all of it where there is neither. 0 without a failure.
-    """
-    if record.outcome == events.OK or remaining <= 0:
-        return 0
-    if record.steps is None:
-        return remaining
-    if record.ended_while_preempted(record.last_token_at):
-        return 0
-    costs, summary = record.cost_model, record.summary
-    predicted = int(costs.base + costs.per_sequence * summary.batch_size_max) if costs is not None else 0
-    if record.interrupted_step is not None and not (predicted or summary.longest):
-        return remaining
-    return min(remaining, predicted if _has_other_prefills(record) else max(summary.longest, predicted))
-
-
-def estimate_interrupted_step_interference(record: RequestRecord, remaining: int) -> int:
-    """Returns how much of the remaining decode time is interference in the unfinished step, ns.
-
-    That is the rest of the step, if other requests' prompts were in it and the cost model is known; else 0.
-    """
-    step = record.interrupted_step
-    if step is None or not _has_other_prefills(record) or record.ended_while_preempted(record.last_token_at):
-        return 0
-    return max(min(remaining, step.ended_at - max(step.started_at, record.last_token_at)), 0)
-
-
-def _has_other_prefills(record: RequestRecord) -> bool:
-    step = record.interrupted_step
-    return bool(step and step.others_prefill_tokens and record.cost_model and record.steps is not None)

@@ -291,10 +291,16 @@ def _find_batching_delay(served: list[RequestRecord], time: TimeByComplaint) -> 
     if weight < max(_MAIN_SHARE, _BATCHING_PER_DECODE * own) and not is_excess:
         return []
     size = max(record.summary.batch_size_max for record in slow.records)
-    return [Finding(semconv.SYMPTOM_BATCHING, semconv.CAUSE_BATCHING, slow.lifetime_share(semconv.CAUSE_BATCHING), [
-        f"{weight:.0%} of the streaming time is added by the other sequences of each step, {own:.0%} is the request's own",
-        f"up to {size} sequences in a step",
-    ])]  # fmt: skip
+    share = slow.lifetime_share(semconv.CAUSE_BATCHING)
+    evidence = (
+        [
+            f"{weight:.0%} of the streaming time is added by the other sequences of each step, {own:.0%} is the request's own",
+            f"up to {size} sequences in a step",
+        ]
+        if size
+        else [f"{share:.0%} of the time is what the other items of a batch add to the call of the model"]
+    )
+    return [Finding(semconv.SYMPTOM_BATCHING, semconv.CAUSE_BATCHING, share, evidence)]  # fmt: skip
 
 
 _RULES: tuple[Callable[[list[RequestRecord], TimeByComplaint], list[Finding]], ...] = (

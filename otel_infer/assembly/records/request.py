@@ -123,7 +123,7 @@ class RequestRecord:
     generations, where the request was submitted several times. `concurrent_sequences`: how many of its
     `sequences` then ran at a time.
 
-    Causes. `cost_model`: of the engine's steps, as known at the end. `engine_began_at`: its first step, or the
+    Causes. `cost_model`: of the engine's steps, as known at the end. `call_cost`: of the model's calls by their items. `engine_began_at`: its first step, or the
     arrival if that was later. `prefills_by_step`: the requests with prompt tokens in each step. `thread_delays`: of the engine's thread, read soon after the end. `pauses`: of
     the whole process; `loop_pauses`: of its event loop only. `code_samples`: of late threads of its processes.
 
@@ -196,6 +196,7 @@ class RequestRecord:
     detokenize_ns: int = 0
     cost_model: StepCostModel | None = None
     warmup_steps: WarmupSteps | None = None
+    call_cost: StepCostModel | None = None
     engine_began_at: int = 0
     thread_delays: KnownDelays | None = field(default=None, compare=False)
     prefills_by_step: Mapping[int, Sequence[PrefillInStep]] | None = None

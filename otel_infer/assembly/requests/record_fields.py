@@ -26,6 +26,8 @@ def copy_fields(record: RequestRecord, request: OpenRequest) -> None:
         apply_pauses(record, request)
     record.marks, record.code_samples = request.marks, request.code_samples
     record.is_multi_engine = len(request.runs) > 1 and len({run.log for run in request.runs}) > 1
+    if not request.runs:
+        record.call_cost = request.cost_model
     # Steps are identified by number, and each engine counts its own.
     if request.runs and not record.is_multi_engine:
         _apply_baseline(record, request)

@@ -322,6 +322,8 @@ SINGLE_CHUNK = 1
 OPERATION_KEYS = semconv.OPERATION_NAME, semconv.PROVIDER_NAME, semconv.REQUEST_MODEL
 """The attributes that `OperationNamed` stands for, in the order of its fields."""
 
+BATCH_REQUESTS_KEY = semconv.BATCH_REQUESTS
+"""Attribute of the requests of a batch: how many they are."""
 ADDRESS_KEYS = semconv.SERVER_ADDRESS, semconv.SERVER_PORT
 """Attributes of the server span of an HTTP request: where it was received."""
 RPC_KEYS = semconv.RPC_SYSTEM_NAME, semconv.RPC_METHOD, semconv.RPC_RESPONSE_STATUS_CODE
