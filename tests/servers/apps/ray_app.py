@@ -11,6 +11,9 @@ from typing import Any
 import ray
 import torch
 from fastapi import FastAPI
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.trace import SpanProcessor
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from ray import serve
 from starlette.requests import Request
 from starlette.responses import StreamingResponse
@@ -34,10 +37,7 @@ class Model:
 
 @serve.deployment(**OPTIONS)
 class Classifier(Model):
-    """Called by the proxy, or by another deployment."""
-
-    async def __call__(self, request: Request) -> Any:
-        return self.score((await request.json())["rows"])
+    """Called by another deployment."""
 
     def classify(self, rows: int) -> Any:
         return self.score(rows)
@@ -51,19 +51,21 @@ class Classifier(Model):
 
 @serve.deployment(**OPTIONS)
 class Batcher(Model):
+    """Called by the proxy."""
+
     @serve.batch(max_batch_size=4, batch_wait_timeout_s=0.05)
     async def score_all(self, values: list[float]) -> list[list[float]]:
-        time.sleep(0.1)  # until it returns, the next batch waits
+        await asyncio.sleep(0.2)  # the next batch waits meanwhile
         return self.score(len(values))
 
     async def __call__(self, request: Request) -> Any:
-        return await self.score_all((await request.json())["rows"])
+        return await self.score_all((await request.json())["value"])
 
 
 @serve.deployment(**OPTIONS)
 @serve.ingress(api)
 class Ingress:
-    """FastAPI in a replica, which calls another deployment."""
+    """FastAPI in a replica."""
 
     def __init__(self, classifier: Any) -> None:
         self.classifier = classifier
@@ -77,19 +79,19 @@ class Ingress:
         return StreamingResponse(self.classifier.options(stream=True).stream.remote(pause_s))
 
 
+def export_spans() -> list[SpanProcessor]:
+    """Ray's own tracing, if RAY_SERVE_TRACING_EXPORTER_IMPORT_PATH names this function."""
+    return [SimpleSpanProcessor(OTLPSpanExporter())]
+
+
 if __name__ == "__main__":
     ray.init(
         num_cpus=2, include_dashboard=False, _node_ip_address="127.0.0.1",
         object_store_memory=100 << 20, log_to_driver=False,
     )  # fmt: skip
     serve.start(http_options={"host": "127.0.0.1", "port": int(sys.argv[1])})
-    serve.run(Classifier.bind(), name="single", route_prefix="/single")
-    serve.run(Batcher.bind(), name="batched", route_prefix="/batched")
-    serve.run(Ingress.bind(Classifier.bind()), name="app", route_prefix="/app")
+    app = serve.RunTarget(Ingress.bind(Classifier.bind()), name="app", route_prefix="/app")
+    serve.run_many([app, serve.RunTarget(Batcher.bind(), name="batched", route_prefix="/batched")])
     print("ready", flush=True)
-    try:
-        while True:
-            time.sleep(60)
-    except KeyboardInterrupt:
-        serve.shutdown()
-        ray.shutdown()
+    while True:
+        time.sleep(60)
