@@ -1,6 +1,6 @@
 """Follows items that wait in a framework's batcher: it calls a function once for the items of several requests.
 
-    a request puts an item ─ `queue wait`, until the batcher is free ─ `batch wait`, until the batch is complete ─▶ the call
+a request puts an item ─ `queue wait`, until the batcher is free ─ `batch wait`, until the batch is complete ─▶ the call
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 from opentelemetry.context import Context
@@ -30,7 +31,7 @@ from otel_infer.ringbuffer.recorder import recorder
 from otel_infer.tracing import context, start
 from otel_infer.tracing.batch_request import attach_members
 from otel_infer.tracing.outcome import classify_exception
-from otel_infer.tracing.request_span import RequestSpan
+from otel_infer.tracing.request_span import REQUEST_KEY, RequestSpan
 
 CARRIED_ATTRIBUTE, ITEM_ATTRIBUTE = "otel_infer_carried", "otel_infer_item"
 COMPLETE_AT_ATTRIBUTE = "otel_infer_complete_at"
@@ -46,6 +47,9 @@ instrumentor = Instrumentor(
         "ray._private.runtime_env.agent.main",
     ),
 )  # fmt: skip
+
+_served: ContextVar[RequestSpan | None] = ContextVar("otel_infer-ray-served", default=None)
+"""What a replica works for."""
 
 
 # ── requests on their way to a replica ───────────────────────────────────────────────────────────────────────────────
@@ -68,6 +72,12 @@ def _describe_rings() -> str:
     return str(arena.directory) if isinstance(arena, FileArena) else ""
 
 
+def _find_request() -> RequestSpan | None:
+    """Returns the current request, or the one of this replica, if FastAPI's own tracing has replaced the context."""
+    request = start.current_request() or _served.get()
+    return None if request is None or request.ended else request
+
+
 @instrumentor.patch_hot_path(
     "ray.serve._private.router:AsyncioRouter.assign_request", reads=("request_meta",), part="router"
 )
@@ -77,7 +87,7 @@ def _patch_assign(original: Callable[..., Any], hook: Hook) -> Callable[..., Any
     async def assign_request(self: Any, request_meta: Any, *args: Any, **kwargs: Any) -> Any:
         if hook.alive:
             try:
-                request = start.current_request()
+                request = _find_request()
                 if request is not None:
                     has_no_token = not (request.tokens_reached or request.responding)
                     put_at = _clock.now() if has_no_token else 0
@@ -109,6 +119,24 @@ def _patch_route(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]
         return original(self, *args, **kwargs)
 
     return setup_request_context_and_handle
+
+
+@instrumentor.patch_hot_path(
+    "ray.serve._private.proxy_request_response:ASGIProxyRequest.populate_tracing_context",
+    optional=True,
+    part="tracing",
+)
+def _patch_tracing(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+    """With its own tracing on, Ray attaches what the headers hold. Its spans are then below the request again."""
+
+    def populate_tracing_context(self: Any) -> Any:
+        request = start.find_request() if hook.alive else None
+        result = original(self)
+        if isinstance(request, RequestSpan) and start.find_request() is not request:
+            request.attach()
+        return result
+
+    return populate_tracing_context
 
 
 # ── in a replica ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -169,7 +197,9 @@ def _open_below(carried: CarriedRequest) -> list[RequestSpan]:
 
 def _attach_parts(parts: list[RequestSpan], hook: Hook) -> Any:
     try:
-        return attach_members(parts)
+        token = attach_members(parts)
+        _served.set(start.current_request() if parts else None)
+        return token
     except Exception as exc:
         hook.count_failure(exc)
         return None
@@ -229,10 +259,15 @@ def _patch_process(original: Callable[..., Any], hook: Hook) -> Callable[..., An
 def _begin_batch(batch: Any, hook: Hook) -> Any:
     try:
         waiting = [request for request in batch if not request.future.cancelled()]
-        complete_at = getattr(waiting[0], COMPLETE_AT_ATTRIBUTE, 0) if waiting else 0
-        return begin_batch(
-            [getattr(request, ITEM_ATTRIBUTE, None) for request in waiting], complete_at=complete_at
-        )
+        if not waiting:
+            return None
+        items = [getattr(request, ITEM_ATTRIBUTE, None) for request in waiting]
+        token = begin_batch(items, complete_at=getattr(waiting[0], COMPLETE_AT_ATTRIBUTE, 0))
+        around = waiting[0].trace_context  # Ray's own tracing attaches it, if that is on
+        if token is not None and isinstance(around, Context):
+            members = context.current_context()[REQUEST_KEY]
+            waiting[0].trace_context = Context({**around, REQUEST_KEY: members})
+        return token
     except Exception as exc:
         hook.count_failure(exc)
         return None

@@ -2,7 +2,8 @@
 
     unshare --net --map-root-user … python -m tests.servers.ray_check FOLDER [own]
 
-`own`: Ray's own tracing is on. What was received is written to FOLDER as JSON.
+`own`: Ray's own tracing is on, and one line in the application instruments it, instead of `otel-infer run`. What was
+received is written to FOLDER as JSON.
 """
 
 from __future__ import annotations
@@ -18,14 +19,16 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from tests.servers.leftovers import MARKER
 from tests.servers.receiving import spans_of
 from tests.servers.requests_sent import Answer, make_ids, send
 from tests.servers.serving import start_module, stop_module
 from tests.support.arrivals import counted
 from tests.support.otlp_receiver import OtlpReceiver
+from tests.support.served import Server, free_port
 
 UNSHARE = ("unshare", "--net", "--map-root-user", "sh", "-ec", 'ip link set lo up; exec "$@"', "sh")
-RESULT = "result.json"
+RESULT, ROUTES = "result.json", "/-/routes"
 SIZE = 6
 OWN_TRACING = {
     "RAY_SERVE_TRACING_EXPORTER_IMPORT_PATH": "tests.servers.apps.ray_app:export_spans",
@@ -65,6 +68,7 @@ def send_all(port: int) -> dict[str, Answer]:
     answers = {
         "single": send(port, "POST", "/batched", b'{"value": 1.0}'),
         "composed": send(port, "POST", "/app/compose/a"),
+        "got": send(port, "GET", "/app/score/a"),
         "failed": send(port, "POST", "/app/compose/a?rows=-1"),
         "stream": send(port, "POST", "/app/stream"),
     }
@@ -77,8 +81,7 @@ def send_all(port: int) -> dict[str, Answer]:
 
 def check(folder: Path, own_tracing: bool) -> None:
     with OtlpReceiver() as receiver:
-        variables = {"RAY_USAGE_STATS_ENABLED": "0", **(OWN_TRACING if own_tracing else {})}
-        server = start_module("ray_app", receiver, folder / "log", "/-/routes", **variables)
+        server = start_ray(receiver, folder / "log", own_tracing)
         try:
             while b"/batched" not in read_routes(server.port):
                 time.sleep(0.2)
@@ -98,10 +101,22 @@ def check(folder: Path, own_tracing: bool) -> None:
         os.replace(partial, folder / RESULT)
 
 
+def start_ray(receiver: OtlpReceiver, log: Path, own_tracing: bool) -> Server:
+    variables = {"RAY_USAGE_STATS_ENABLED": "0"}
+    if not own_tracing:
+        return start_module("ray_app", receiver, log, ROUTES, **variables)
+    port = free_port()
+    variables.update(receiver.environ, OTEL_METRIC_EXPORT_INTERVAL="1000", PYTHONPATH=str(Path.cwd()))
+    variables.update(OWN_TRACING)
+    variables[MARKER] = str(port)
+    command = [sys.executable, "-m", "tests.servers.apps.ray_app", str(port), "instrument"]
+    return Server(command, port, log, variables, ROUTES).start()
+
+
 def read_routes(port: int) -> bytes:
     """Returns the routes that are served, which come one after the other."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
-    connection.request("GET", "/-/routes")
+    connection.request("GET", ROUTES)
     routes = connection.getresponse().read()
     connection.close()
     return routes if b"/app" in routes else b""

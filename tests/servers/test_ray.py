@@ -54,6 +54,7 @@ def test_what_replicas_do_belongs_to_the_request(found: Found) -> None:
     assert found.lines_of("single") == ["POST /batched", REQUEST, INGRESS, WAIT, BATCH_WAIT, FORWARD, EGRESS]
     composed = [REQUEST, INGRESS, WAIT, WAIT, FORWARD, EGRESS]
     assert found.lines_of("composed") == ["POST /app/compose/{name}", *composed]
+    assert found.lines_of("got") == ["GET /app/score/{name}", *composed]
     first, second, *stages = found.lines_of("stream")
     assert [first, second] == ["POST /app/stream", REQUEST]
     assert sorted(stages) == sorted([INGRESS, WAIT, WAIT, *[FORWARD] * 3, EGRESS])

@@ -1,4 +1,7 @@
-"""Ray Serve: deployments in processes of their own. `python -m tests.servers.apps.ray_app PORT`, in a network namespace."""
+"""Ray Serve: deployments in processes of their own. In a network namespace, because Ray opens ports on every address:
+
+python -m tests.servers.apps.ray_app PORT [instrument]
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,11 @@ import sys
 import time
 from collections.abc import AsyncIterator
 from typing import Any
+
+import otel_infer
+
+if "instrument" in sys.argv and __name__ == "__main__":
+    otel_infer.instrument()
 
 import ray
 import torch
@@ -73,6 +81,10 @@ class Ingress:
     @api.post("/compose/{name}")
     async def compose(self, name: str, rows: int = 2) -> Any:
         return await self.classifier.classify.remote(rows)
+
+    @api.get("/score/{name}")
+    async def show_score(self, name: str) -> Any:
+        return await self.classifier.classify.remote(1)
 
     @api.post("/stream")
     async def stream(self, pause_s: float = 0.0) -> StreamingResponse:
