@@ -15,7 +15,6 @@ class UnseenLibrary(NamedTuple):
     effect: str
 
 
-_WORKER_PROCESSES = "the model runs in its worker processes, apart from the HTTP request"
 _MODELS = "its models have no stage: put `otel_infer.stage` around their calls"
 UNSEEN_LIBRARIES = (
     UnseenLibrary("mlserver", "adaptive batches are assigned to the wrong requests, and its gRPC and workers are not followed"),
