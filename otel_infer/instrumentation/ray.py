@@ -110,10 +110,10 @@ def _patch_route(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]
     def setup_request_context_and_handle(self: Any, *args: Any, **kwargs: Any) -> Any:
         if hook.alive:
             try:
-                scope = kwargs["proxy_request"].scope
-                exchange = scope.get(SCOPE_KEY)
-                if exchange is not None and isinstance(kwargs["route"], str):
-                    exchange.route, exchange.root_path = RouteTemplate(kwargs["route"]), ""
+                route, proxied = kwargs.get("route"), kwargs.get("proxy_request")
+                exchange = None if proxied is None else proxied.scope.get(SCOPE_KEY)
+                if exchange is not None and isinstance(route, str):
+                    exchange.route, exchange.root_path = RouteTemplate(route), ""
             except Exception as exc:
                 hook.count_failure(exc)
         return original(self, *args, **kwargs)
@@ -132,8 +132,11 @@ def _patch_tracing(original: Callable[..., Any], hook: Hook) -> Callable[..., An
     def populate_tracing_context(self: Any) -> Any:
         request = start.find_request() if hook.alive else None
         result = original(self)
-        if isinstance(request, RequestSpan) and start.find_request() is not request:
-            request.attach()
+        try:
+            if isinstance(request, RequestSpan) and start.find_request() is not request:
+                request.attach()
+        except Exception as exc:
+            hook.count_failure(exc)
         return result
 
     return populate_tracing_context
@@ -160,10 +163,18 @@ def _patch_replica(original: Callable[..., Any], hook: Hook) -> Callable[..., An
             finally:
                 if token is not None:
                     context.detach(token)
-                for part in parts:
-                    part.close(*(classify_exception(error) if part.owner == OWNER else ()))
+                _end_parts(parts, error, hook)
 
     return wrap_request
+
+
+def _end_parts(parts: list[RequestSpan], error: BaseException | None, hook: Hook) -> None:
+    """Ends what this process has recorded. The proxy records the end of a request that it has opened."""
+    try:
+        for part in parts:
+            part.close(*(classify_exception(error) if part.owner == OWNER else ()))
+    except Exception as exc:
+        hook.count_failure(exc)
 
 
 def _begin_parts(metadata: Any, hook: Hook) -> list[RequestSpan]:
