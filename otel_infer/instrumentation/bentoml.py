@@ -22,7 +22,7 @@ from otel_infer.tracing import context, start
 
 STATE_ATTRIBUTE = "otel_infer_state"
 
-instrumentor = Instrumentor("bentoml", "bentoml", ("_bentoml_impl",))
+instrumentor = Instrumentor("bentoml", "bentoml", ("bentoml",))
 
 
 class DispatcherState:
