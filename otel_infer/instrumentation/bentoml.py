@@ -22,7 +22,7 @@ from otel_infer.tracing import context, start
 
 STATE_ATTRIBUTE = "otel_infer_state"
 
-instrumentor = Instrumentor("bentoml", "bentoml", ("_bentoml_impl",))
+instrumentor = Instrumentor("bentoml", "bentoml", ("bentoml",))
 
 
 class DispatcherState:
@@ -35,26 +35,19 @@ class DispatcherState:
         self.free_at = 0
 
     def put(self, data: Any, item: WaitingItem) -> None:
-        self.items.setdefault(id(data), []).append(item)
+        """Notes whose data waits. Notes of ended requests under the same id, whose data is gone, are dropped."""
+        waiting = [other for other in self.items.get(id(data), ()) if not other.request.ended]
+        self.items[id(data)] = [*waiting, item]
 
-    def pop(self, data: Any) -> WaitingItem | None:
-        """Returns whose data this is, once; None if it is unknown."""
-        items = self.items.get(id(data))
-        if not items:
-            return None
-        item = items.pop(0)
-        if not items:
-            del self.items[id(data)]
-        return item
-
-    def forget(self, item: WaitingItem) -> None:
-        """Removes an item wherever it still waits, because its request got an answer."""
-        for key in [key for key, items in self.items.items() if item in items]:
-            left = [other for other in self.items[key] if other is not item]
-            if left:
-                self.items[key] = left
-            else:
-                del self.items[key]
+    def pop(self, data: Any, wanted: WaitingItem | None = None) -> WaitingItem | None:
+        """Returns whose data this is, once; None if it is unknown. `wanted`: only this item."""
+        items = self.items.pop(id(data), [])
+        alive = [item for item in items if not item.request.ended]
+        found = next((item for item in alive if wanted is None or item is wanted), None)
+        left = [item for item in alive if item is not found]
+        if left:
+            self.items[id(data)] = left
+        return found
 
 
 def _find_state(dispatcher: Any) -> DispatcherState:
@@ -77,8 +70,8 @@ def _patch_inbound(original: Callable[..., Any], hook: Hook) -> Callable[..., An
             return await original(self, data)
         try:
             return await original(self, data)
-        finally:
-            _find_state(self).forget(item)
+        finally:  # it may have been answered without a call: the server is overloaded
+            _take_item(self, data, hook, item)
 
     return inbound_call
 
@@ -89,6 +82,14 @@ def _put_item(dispatcher: Any, data: Any, hook: Hook) -> WaitingItem | None:
         if item is not None:
             _find_state(dispatcher).put(data, item)
         return item
+    except Exception as exc:
+        hook.count_failure(exc)
+        return None
+
+
+def _take_item(dispatcher: Any, data: Any, hook: Hook, item: WaitingItem | None = None) -> WaitingItem | None:
+    try:
+        return _find_state(dispatcher).pop(data, item)
     except Exception as exc:
         hook.count_failure(exc)
         return None
@@ -109,7 +110,7 @@ def _patch_outbound(original: Callable[..., Any], hook: Hook) -> Callable[..., A
         finally:
             if token is not None:
                 context.detach(token)
-            if hook.alive and STATE_ATTRIBUTE in vars(self):
+            if hook.alive:
                 _find_state(self).free_at = _clock.now()
 
     return outbound_call
@@ -133,15 +134,10 @@ def _begin_batch(dispatcher: Any, jobs: Iterable[Any], hook: Hook) -> Any:
 def _patch_split(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     def split_job(self: Any, job: Any, *args: Any, **kwargs: Any) -> Any:
         parts = original(self, job, *args, **kwargs)
-        if hook.alive:
-            try:
-                state = _find_state(self)
-                item = state.pop(job.data)
-                if item is not None:
-                    for part in parts:
-                        state.put(part.data, item)
-            except Exception as exc:
-                hook.count_failure(exc)
+        item = _take_item(self, job.data, hook) if hook.alive else None
+        if item is not None:
+            for part in parts:
+                _find_state(self).put(part.data, item)
         return parts
 
     return split_job

@@ -30,7 +30,7 @@ MAX_FORGOTTEN = 64
 _LIBRARIES = frozenset(
     (
         "amqp", "anyio", "arq", "asgiref", "billiard", "celery", "concurrent", "dramatiq", "gevent", "grpc", "gunicorn",
-        "kombu", "logging", "multiprocessing", "opentelemetry", "redis", "rq", "sglang", "starlette", "torch", "tornado",
+        "kombu", "logging", "multiprocessing", "opentelemetry", "ray", "redis", "rq", "sglang", "starlette", "torch", "tornado",
         "transformers", "uvicorn", "vllm", "waitress", "werkzeug",
     )
 )  # fmt: skip

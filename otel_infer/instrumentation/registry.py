@@ -26,6 +26,7 @@ BUILTIN = {
     "grpc": "grpc",
     "gradio": "gradio",
     "bentoml": "bentoml",
+    "ray": "ray",
     "mlserver": "mlserver",
     "kserve": "kserve",
     "celery": "celery",
@@ -86,4 +87,9 @@ def runs_as_helper(instrumentors: Iterable[Instrumentor]) -> bool:
     """Returns whether this process was started as a helper program of a library, before `sys.argv` shows it."""
     arguments = sys.orig_argv
     module = arguments[arguments.index("-m") + 1 :][:1] if "-m" in arguments else []
-    return any([helper] == module for instrumentor in instrumentors for helper in instrumentor.helpers)
+    script = "/" + next((part for part in arguments[1:] if not part.startswith("-")), "")
+    return any(
+        [helper] == module or script.endswith(f"/{helper.replace('.', '/')}.py")
+        for instrumentor in instrumentors
+        for helper in instrumentor.helpers
+    )

@@ -15,10 +15,8 @@ class UnseenLibrary(NamedTuple):
     effect: str
 
 
-_WORKER_PROCESSES = "the model runs in its worker processes, apart from the HTTP request"
 _MODELS = "its models have no stage: put `otel_infer.stage` around their calls"
 UNSEEN_LIBRARIES = (
-    UnseenLibrary("ray.serve", _WORKER_PROCESSES),
     UnseenLibrary("pytriton", "its requests are not seen: open them by `otel_infer.request`"),
     UnseenLibrary("sglang", "its engine is not followed: HTTP requests only"),
     UnseenLibrary("llama_cpp", "its engine is not followed: HTTP requests only"),

@@ -63,8 +63,10 @@ class ProcessFamily:
         return joins
 
 
-_SPAWNED = "--multiprocessing-fork", "multiprocessing.forkserver", "_bentoml_impl.worker."
-"""In the arguments of interpreters that multiprocessing starts, or BentoML for a worker."""
+_SPAWNED = (
+    "--multiprocessing-fork", "multiprocessing.forkserver", "_bentoml_impl.worker.", "ray/_private/workers/default_worker.py",
+)  # fmt: skip
+"""In the arguments of interpreters that multiprocessing starts, or a library for its workers."""
 
 
 def _is_spawned() -> bool:

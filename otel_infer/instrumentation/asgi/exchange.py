@@ -72,6 +72,10 @@ class Exchange(Response):
         self.receive = receive if self.is_followed else self.receive_and_record
         self.bind_send()
 
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """Pickles as None: where a scope goes to another process, the request is recorded in this one."""
+        return type(None), ()
+
     def end(self, exc: BaseException | None) -> None:
         """Closes the request, if it is open, after the application has returned or raised `exc`."""
         if self.request is not None:

@@ -5,6 +5,7 @@ If it reaches a model nevertheless, it becomes an `Exchange`, whose request bega
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from otel_infer import _clock
@@ -80,6 +81,10 @@ class UntracedExchange:
         except BaseException as exc:
             self._hook.count_failure(exc)
             return None
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """Pickles as None, like an `Exchange`."""
+        return type(None), ()
 
     def end(self, exc: BaseException | None) -> None:
         """Counts the request, after the application has returned or raised `exc`."""

@@ -146,8 +146,8 @@ class Instrumentor:
         `processes`: prefix of a `multiprocessing` process name of the library → its role. Such a process
         starts no sidecar.
         `where`: part → the process of the library that the part belongs to.
-        `helpers`: modules that the library runs as separate programs (`python -m …`) and that serve no
-        requests.
+        `helpers`: modules that the library runs as separate programs (`python -m …`, or by their paths) and that
+        serve no requests.
         `plugins`: the environment variable that lists the plugins the library may load, if it loads us as a
         plugin.
         """

@@ -37,3 +37,19 @@ def test_invalid_entry_point_is_logged_and_skipped(
     assert len(instrumentors) == len(registry.BUILTIN) + 1
     assert instrumentors[-1] is EXTERNAL
     assert [record.getMessage() for record in caplog.records] == [f"instrumentor toy is not loaded: {reason}"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "is_helper"),
+    [
+        (["python", "-u", "/lib/ray/dashboard/agent.py", "--port=1"], True),
+        (["python", "-m", "ray.dashboard.agent"], True),
+        (["python", "agent.py", "/lib/ray/dashboard/agent.py"], False),
+        (["python", "-u", "/lib/ray/_private/workers/default_worker.py"], False),
+    ],
+)
+def test_a_helper_program_is_known_by_module_or_path(
+    monkeypatch: pytest.MonkeyPatch, arguments: list[str], is_helper: bool
+) -> None:
+    monkeypatch.setattr(registry.sys, "orig_argv", arguments)
+    assert registry.runs_as_helper(registry.load_instrumentors()) == is_helper

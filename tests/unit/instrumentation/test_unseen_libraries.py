@@ -23,13 +23,18 @@ def test_an_imported_library_is_in_the_startup_message(monkeypatch: pytest.Monke
 def test_an_installed_library_is_named_by_doctor_and_not_imported(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    for package in ("openvino", "ray"):
+    inner = (
+        unseen_libraries.UnseenLibrary("outer.inner", "x"),
+        unseen_libraries.UnseenLibrary("outer.absent", "x"),
+    )
+    monkeypatch.setattr(unseen_libraries, "UNSEEN_LIBRARIES", (*unseen_libraries.UNSEEN_LIBRARIES, *inner))
+    for package in ("openvino", "outer"):
         (tmp_path / package).mkdir()
         (tmp_path / package / "__init__.py").write_text("raise SystemExit('imported')")
-    (tmp_path / "ray" / "serve.py").write_text("")
+    (tmp_path / "outer" / "inner.py").write_text("")
     monkeypatch.syspath_prepend(str(tmp_path))
-    names = [library.module for library in unseen_libraries.find_installed()]
-    assert {"openvino", "ray.serve"} <= set(names)
+    names = {library.module for library in unseen_libraries.find_installed()}
+    assert {"openvino", "outer.inner"} <= names and "outer.absent" not in names
     (check,) = check_unseen_libraries()
     assert check.state == "ok" and "openvino: its models have no stage" in check.found
     assert "openvino" not in sys.modules

@@ -65,7 +65,13 @@ SPAWNED = ["python", "-c", "from multiprocessing.spawn import spawn_main", "--mu
 FORKSERVER = ["python", "-c", "from multiprocessing.forkserver import main; main(3)"]
 
 
-@pytest.mark.parametrize("arguments", [SPAWNED, FORKSERVER], ids=["spawn", "forkserver"])
+RAY = ["python", "-u", "/lib/ray/_private/workers/default_worker.py", "--node-ip-address=127.0.0.1"]
+BENTOML = ["python", "-m", "_bentoml_impl.worker.service", "service:Scores"]
+
+
+@pytest.mark.parametrize(
+    "arguments", [SPAWNED, FORKSERVER, RAY, BENTOML], ids=["spawn", "forkserver", "ray", "bentoml"]
+)
 def test_a_spawned_process_is_of_the_family_of_its_environment(
     monkeypatch: pytest.MonkeyPatch, arguments: list[str]
 ) -> None:

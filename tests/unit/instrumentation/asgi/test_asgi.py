@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import pickle
 import re
 import threading
 from collections.abc import Iterator
@@ -1260,3 +1261,18 @@ async def test_single_chunk_response_starts_before_the_send_completes(
     (started,) = watched.one.every(events.ResponseStarted)
     assert began[-2] < started.at <= began[-1]
     assert watched.one.ended.at - started.at >= 1_000_000
+
+
+# ── a scope that goes to another process ─────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("method", ["POST", "GET"])
+async def test_a_pickled_scope_is_recorded_only_here(watched: Watched, method: str) -> None:
+    async def hand_over(scope: Any, receive: Any, send: Any) -> None:
+        there = pickle.loads(pickle.dumps(scope))
+        await asgi.wrap(sending(START, LAST))(there, receive, send)
+
+    client = Client(method=method)
+    await client.ask(asgi.wrap(hand_over))
+    assert client.sent == [START, LAST]
+    assert len(watched.requests) == (method == "POST")
