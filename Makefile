@@ -14,7 +14,7 @@ export PIP_NO_BINARY := urllib3-future
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all test-pythons test-oldest test-vllm test-servers test-stack battery fuzz browser tools bench bench-peers bench-vllm bench-whole bench-whole-vllm lint format wheel clean
+.PHONY: help demo test test-all test-pythons test-oldest test-vllm test-servers test-stack battery fuzz browser tools bench bench-peers bench-vllm bench-whole bench-whole-vllm bench-servers lint format wheel clean
 
 help:  ## this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -125,6 +125,9 @@ bench-whole: $(VENV)/.bench  ## what a whole server loses, hooks switched while 
 
 bench-whole-vllm: $(VENV)-vllm/.bench  ## the same for vLLM on the CPU, two loads
 	$(VENV)-vllm/bin/python -m benchmarks --only whole $(ARGS)
+
+bench-servers: $(VENV)-servers/.dev  ## client against trace on twelve servers, and a Flask and a gRPC request beside OpenTelemetry's instrumentations
+	$(VENV)-servers/bin/python -m benchmarks --only entrances server_truth $(ARGS)
 
 wheel: $(VENV)/.dev  ## dist/otel_infer-*.whl
 	$(BIN)/python -m pip wheel -qq --no-deps --wheel-dir dist .

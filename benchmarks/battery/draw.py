@@ -76,7 +76,7 @@ def make_load(server: Server, port: int, model: Path, requests: list[TimedReques
 
 def make_model(server: Server, folder: Path) -> Path:
     """Returns the folder of the model, which is made once."""
-    if server.name == "embeddings":
+    if server.kind == "embeddings":
         path = folder / "model-bert"
         if not path.exists():
             make_encoder(path)

@@ -156,11 +156,15 @@ def draw_long_prompts(rng: random.Random, server: Server) -> Case:
     return Case(change_some(rng, draw_crowd(rng, server, 0.4), share, words=words))
 
 
+def draw_long_window(rng: random.Random, server: Server) -> Case:
+    return Case(draw_usual(rng, server), {"window_ms": rng.uniform(250, 600)})
+
+
 def draw_burst(rng: random.Random, server: Server) -> Case:
     is_engine = server.name in ENGINES
     requests = draw_crowd(rng, server, 1.0 if is_engine else 0.5)
     at = SECONDS * rng.uniform(0.4, 0.6)
-    size = rng.randint(25, 40) * (3 if server.name == "embeddings" else 2 if is_engine else 1)
+    size = rng.randint(25, 40) * (3 if server.kind == "embeddings" else 2 if is_engine else 1)
     burst = draw_requests(rng, 0.5, 2 * size, server.tokens)[:size]
     return Case(requests + [replace(request, at=at + request.at) for request in burst])
 
@@ -195,10 +199,12 @@ def draw_preemption(rng: random.Random, server: Server) -> Case:
     return Case(requests, arguments=SMALL_CACHE)
 
 
+OTHERS = ("batcher", "flask-gunicorn")
+"""Servers that answer with the result of one call."""
 PROGRAMS = ("generate-threads", "generate-async", "embeddings")
 STREAMS = ("generate-threads", "transformers-serve", "vllm")
 ENGINES = ("transformers-serve", "vllm")
-ALL = (*PROGRAMS, *ENGINES)
+ALL = (*PROGRAMS, *ENGINES, *OTHERS)
 BLOCKED = ("generate-async",)
 """Each generation blocks the event loop, so what else happens also shows as waiting in the socket."""
 UNBLOCKED = ("generate-threads", "embeddings")
@@ -207,33 +213,36 @@ WAITS = ("queueing", "peak", "head_of_line_blocking")
 FAULTS = {
     "nothing": Fault(("healthy",), draw_nothing, ALL),
     "nothing, busy machine": Fault(("healthy", "not_enough_cpu"), draw_nothing_busy, ALL),
-    "missed objective": Fault(("slow_model",), draw_missed_objective, ("transformers-serve", *UNBLOCKED)),
+    "missed objective": Fault(
+        ("slow_model",), draw_missed_objective, ("transformers-serve", *UNBLOCKED, "flask-gunicorn")
+    ),
     "lock": Fault(WAITS, draw_lock, PROGRAMS),
     "semaphore": Fault(WAITS, draw_semaphore, PROGRAMS),
-    "blocked loop": Fault(("pre_engine", "stutter"), draw_blocked_loop, PROGRAMS),
+    "blocked loop": Fault(("pre_engine", "stutter"), draw_blocked_loop, (*PROGRAMS, *OTHERS)),
     "exhausted pool": Fault(WAITS, draw_exhausted_pool, ("generate-threads", "embeddings")),
     "hogs": Fault(("not_enough_cpu",), draw_hogs, ALL),
-    "busy threads": Fault(("not_enough_cpu",), draw_busy_threads, PROGRAMS),
-    "slow end": Fault(("late_end",), draw_slow_end, PROGRAMS),
+    "busy threads": Fault(("not_enough_cpu",), draw_busy_threads, (*PROGRAMS, *OTHERS)),
+    "slow end": Fault(("late_end",), draw_slow_end, (*PROGRAMS, *OTHERS)),
     "slow reader": Fault(("slow_reader",), draw_slow_reader, ("generate-threads",)),
-    "slow database": Fault(("pre_engine",), draw_slow_database, PROGRAMS),
+    "slow database": Fault(("pre_engine",), draw_slow_database, (*PROGRAMS, *OTHERS)),
     "retry storm": Fault(("abandoned_work",), draw_retry_storm, ("generate-threads",)),
     "retry storm, blocked loop": Fault(
         ("abandoned_work", "pre_engine"), draw_retry_storm, ("generate-async",)
     ),
-    "gc storm": Fault(("stutter",), draw_gc_storm, UNBLOCKED),
+    "gc storm": Fault(("stutter",), draw_gc_storm, (*UNBLOCKED, *OTHERS)),
     "gc storm, blocked loop": Fault(("stutter", "pre_engine"), draw_gc_storm, BLOCKED),
-    "memory pressure": Fault(("stutter", "pre_engine"), draw_memory_pressure, PROGRAMS),
-    "slow log": Fault(("pre_engine", "stutter"), draw_slow_log, PROGRAMS),
-    "long prompts": Fault(("prefill",), draw_long_prompts, UNBLOCKED),
+    "memory pressure": Fault(("stutter", "pre_engine"), draw_memory_pressure, (*PROGRAMS, *OTHERS)),
+    "slow log": Fault(("pre_engine", "stutter"), draw_slow_log, (*PROGRAMS, *OTHERS)),
+    "long prompts": Fault(("prefill",), draw_long_prompts, (*UNBLOCKED, "flask-gunicorn")),
     "long prompts, one batch": Fault(("prefill", "stutter"), draw_long_prompts, ENGINES),
     "long prompts, blocked loop": Fault(("prefill", "pre_engine"), draw_long_prompts, BLOCKED),
-    "burst": Fault(("peak", "too_many_at_once"), draw_burst, UNBLOCKED),
-    "burst, one batch": Fault(("peak", "batching"), draw_burst, ENGINES),
+    "burst": Fault(("peak", "too_many_at_once"), draw_burst, (*UNBLOCKED, "flask-gunicorn")),
+    "burst, one batch": Fault(("peak", "batching"), draw_burst, (*ENGINES, "batcher")),
     "burst, blocked loop": Fault(("peak", "pre_engine"), draw_burst, BLOCKED),
     "heavy among light": Fault(
         ("head_of_line_blocking", "too_many_at_once"), draw_heavy_among_light, STREAMS
     ),
+    "long window": Fault(("batching",), draw_long_window, ("batcher",)),
     "full cache": Fault(WAITS, draw_full_cache, ("vllm",)),
     "preemption": Fault(("stutter", *WAITS), draw_preemption, ("vllm",)),
 }

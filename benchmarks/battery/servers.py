@@ -77,6 +77,11 @@ SERVERS = {
             "embeddings", "FastAPI, sentence-transformers", _run_program("embeddings"),
             "embeddings", 4.0, needs="sentence_transformers",
         ),
+        Server("batcher", "FastAPI, a batcher by hand", _run_program("batcher"), "embeddings", 4.0, needs="fastapi"),
+        Server(
+            "flask-gunicorn", "Flask, gunicorn sync, two workers", _run_program("flask_embeddings"),
+            "embeddings", 4.0, needs="flask",
+        ),
     )
 }  # fmt: skip
 """By name."""

@@ -27,7 +27,7 @@ class Mistakes:
     `loop_ms`: a blocking call on the event loop; with `off_loop` in a thread. `database_port`: a slow database, queried in a thread. `after_ms`: work
     after the last token. `busy_threads`: threads that compute all the time. `gc_objects`: objects of a heap that is
     collected every `gc_every_ms`. `fresh_mb`: memory that a request maps anew, again and again. `log_bytes`: of a line that
-    is logged for each request.
+    is logged for each request. `window_ms`: how long a batcher waits for further items; 0 = as it should.
     """
 
     lock: bool = False
@@ -45,6 +45,7 @@ class Mistakes:
     fresh_mb: int = 0
     fresh_share: float = 0.0
     log_bytes: int = 0
+    window_ms: float = 0.0
 
 
 def read_mistakes() -> Mistakes:

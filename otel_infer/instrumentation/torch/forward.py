@@ -3,7 +3,7 @@
     model.eval() ─▶ train(False) ─▶ the model is outermost         model(...) ─▶ forward ─▶ inner modules, at no cost
 
 `eval()` is called on whole models, by applications and by `from_pretrained`, and recurses into the inner
-modules. Calls of such a model are intercepted through `_compiled_call_impl`, the attribute in which
+modules. A model that is unpickled or copied keeps its mode. Calls of such a model are intercepted through `_compiled_call_impl`, the attribute in which
 `Module.compile` stores the function to call instead. A descriptor on the class takes its place. So no module
 holds an object of ours, and copies, replicas and pickles are unchanged. Nothing is recorded while torch is
 suppressed: inside `generate`, a batch or another model.
@@ -233,6 +233,28 @@ def patch_train(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
         return result
 
     return train
+
+
+@instrumentor.patch_hot_path(f"{_MODULE}.__setstate__", reads=("state",))
+def _patch_setstate(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+    """Returns a `__setstate__` that registers a module which was in evaluation mode: unpickled, loaded or copied.
+
+    Inner modules get their state before the module that contains them.
+    """
+
+    def setstate(self: Any, state: Any) -> None:
+        original(self, state)
+        if hook.alive:
+            try:
+                if self._modules and _outermost_modules:
+                    for inner in self.modules():
+                        _outermost_modules.pop(id(inner), None)
+                if self.__dict__.get("training") is False:
+                    _watch_module(self)
+            except BaseException as exc:
+                hook.mark_failed(exc)
+
+    return setstate
 
 
 @instrumentor.patch_hot_path("torch._dynamo.eval_frame:OptimizedModule.__init__", part="compile")

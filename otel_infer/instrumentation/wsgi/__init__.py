@@ -18,6 +18,7 @@ from otel_infer.instrumentation.http_server.app_attribute import patch_app_attri
 from otel_infer.instrumentation.wsgi import route
 from otel_infer.instrumentation.wsgi.exchange import App, Environ, WsgiExchange, begin_exchange
 from otel_infer.instrumentation.wsgi.response_body import wrap_body
+from otel_infer.instrumentation.wsgi.waitress_queue import patch_add_task
 
 MODULES = (
     "werkzeug.serving",
@@ -77,4 +78,7 @@ for _part, _target, _attribute in (
 instrumentor.patch_hot_path("gunicorn.workers.base:Worker.load_wsgi", part="gunicorn")(
     patch_app_attribute("wsgi", _wrap_app, _is_wsgi_worker)
 )
+instrumentor.patch_hot_path(
+    "waitress.server:BaseWSGIServer.add_task", reads=("task",), optional=True, part="waitress"
+)(patch_add_task)
 route.register_hooks(instrumentor)

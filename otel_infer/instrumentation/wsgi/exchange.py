@@ -9,6 +9,8 @@ from typing import Any
 from otel_infer.instrumentation.hooks.probe import Hook
 from otel_infer.instrumentation.http_server.exchange import HttpExchange
 from otel_infer.instrumentation.http_server.server_exchange import can_record
+from otel_infer.instrumentation.waits import record_pool_wait
+from otel_infer.instrumentation.wsgi.waitress_queue import QueuedTask, find_task
 from otel_infer.tracing.context import detach
 
 Environ = dict[str, Any]
@@ -35,14 +37,18 @@ def begin_exchange(environ: Environ, hook: Hook) -> WsgiExchange | None:
 class WsgiExchange(HttpExchange):
     """One HTTP request of a WSGI server."""
 
-    __slots__ = ("environ",)
+    __slots__ = ("environ", "task")
 
     owner = "wsgi"
 
     def __init__(self, environ: Environ, hook: Hook) -> None:
         self.environ = environ
+        self.task: QueuedTask = find_task(environ)
         has_other_span = any(name in sys.modules for name in _OTHERS)
-        super().__init__(hook, environ.get("REQUEST_METHOD"), environ.get("wsgi.url_scheme"), has_other_span)
+        method, scheme = environ.get("REQUEST_METHOD"), environ.get("wsgi.url_scheme")
+        super().__init__(hook, method, scheme, has_other_span, self.task.put_at)
+        if self.task.put_at and self.request is not None:
+            record_pool_wait(self.request, self.task.put_at, self.task.threads)
 
     def list_headers(self) -> list[tuple[bytes, bytes]]:
         return [
@@ -59,7 +65,7 @@ class WsgiExchange(HttpExchange):
         return self.environ.get("SERVER_NAME"), int(port) if port.isdecimal() else 0
 
     def find_socket(self) -> Any:
-        return self.environ.get("gunicorn.socket") or self.environ.get("werkzeug.socket")
+        return self.environ.get("gunicorn.socket") or self.environ.get("werkzeug.socket") or self.task.socket
 
     def has_client_left(self, exc: BaseException | None) -> bool:
         """Returns whether the server stopped reading the body of the response."""

@@ -201,7 +201,16 @@ def test_state_copies_and_pickles_contain_nothing_of_otel_infer(recording: Recor
     data = x()
     for other in (copy.copy(model), copy.deepcopy(model), torch.load(saved, weights_only=False)):
         assert torch.equal(other(data), model(data))
-    assert len(rows(recording)) == 3  # the original only: the copies were never outermost in eval()
+    assert len(rows(recording)) == 6  # the original and its copies, which keep its mode
+
+
+def test_only_the_outermost_module_of_a_pickle_is_traced(recording: Recording, no_grad: None) -> None:
+    outer = nn.Sequential(nn.Sequential(Net(), nn.ReLU()), nn.ReLU())
+    in_training, in_evaluation = pickle.loads(pickle.dumps(outer)), pickle.loads(pickle.dumps(outer.eval()))
+    in_training(x())
+    assert rows(recording) == []
+    in_evaluation(x())
+    assert [(len(record.stages), record.model) for record in recording.records()] == [(1, "Sequential")]
 
 
 def test_a_replica_runs_its_own_forward(recording: Recording, no_grad: None) -> None:
@@ -350,7 +359,7 @@ def test_compile_in_place_is_traced_before_and_after_eval(
     after(x())
     assert rows(recording) == [[4], [4]]
     assert len(compiling) == 2
-    assert copy.deepcopy(after)._compiled_call_impl is None
+    assert "_compiled_call_impl" not in vars(copy.deepcopy(after))
 
 
 @pytest.mark.parametrize("with_hook", [False, True])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextvars
 import sys
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator
@@ -17,8 +18,11 @@ from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
 
 import otel_infer
+from otel_infer import semconv
 from otel_infer.assembly.records.request import RequestRecord
 from otel_infer.instrumentation import wsgi
+from otel_infer.instrumentation.hooks.probe import Hook
+from otel_infer.instrumentation.wsgi import waitress_queue
 from otel_infer.ringbuffer import events, layout
 from otel_infer.ringbuffer.recorder import recorder
 from otel_infer.tracing import start
@@ -295,3 +299,40 @@ def test_stage_of_the_application_is_below_its_request(recording: Recording) -> 
 
     call(staged, make_environ())
     assert find_record(recording).find_stage("rerank") is not None
+
+
+# ── waitress ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Channel:
+    """What otel_infer sees of waitress: a server with four threads, and its connection."""
+
+    socket = None
+
+    class server:  # noqa: N801 - as the attribute is called
+        class adj:  # noqa: N801
+            threads = 4
+
+    def check_client_disconnected(self) -> bool:
+        return False
+
+
+def test_a_wait_for_a_thread_of_waitress_is_recorded(recording: Recording) -> None:
+    channel, queued = Channel(), []
+    add_task = waitress_queue.patch_add_task(lambda server, task: queued.append(task), Hook("add_task"))
+    add_task(None, channel)
+    time.sleep(0.02)
+    environ = make_environ(**{waitress_queue.CHANNEL_KEY: queued[0].check_client_disconnected})
+    call(score, environ)
+    record = find_record(recording)
+    (wait,) = [stage for stage in record.stages if stage.name == semconv.SPAN_POOL_WAIT]
+    assert wait.started_at == record.arrived_at and wait.ended_at - wait.started_at >= 20_000_000
+    assert list(wait.attributes.values()) == [4]
+
+
+def test_a_second_request_of_a_connection_has_not_waited(recording: Recording) -> None:
+    channel = Channel()
+    channel.otel_infer_put_at = 1  # type: ignore[attr-defined]
+    environ = make_environ(**{waitress_queue.CHANNEL_KEY: channel.check_client_disconnected})
+    assert waitress_queue.find_task(environ).put_at == 1
+    assert waitress_queue.find_task(environ).put_at == 0
