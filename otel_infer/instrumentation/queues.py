@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from otel_infer import _clock
 from otel_infer.instrumentation.hooks.context_hooks import compile_queue_put, compile_queue_take
@@ -40,8 +40,16 @@ _HAS_INNER_TASKS = sys.version_info < (3, 12)
 instrumentor = Instrumentor("queues", "python", ("asyncio.queues", "queue"))
 
 
+class PutItem(NamedTuple):
+    """An item that was put for a request, and when (monotonic ns). `by_worker`: a worker has put it, perhaps as a result."""
+
+    request: CurrentRequest
+    put_at: int
+    by_worker: bool
+
+
 class QueueState:
-    """The items of a queue that requests have put: by id, the request and when.
+    """The items of a queue that requests have put, by id.
 
     `result_of`: the request to which its items come back. `had_own_item`: a request has taken an item of its own.
     """
@@ -49,7 +57,7 @@ class QueueState:
     __slots__ = ("entries", "had_own_item", "result_of")
 
     def __init__(self) -> None:
-        self.entries: dict[int, list[tuple[CurrentRequest, int]]] = {}
+        self.entries: dict[int, list[PutItem]] = {}
         self.result_of: CurrentRequest | None = None
         self.had_own_item = False
 
@@ -57,19 +65,20 @@ class QueueState:
         """Returns whether an item that a request takes back shows that the queue is one of results."""
         if _has_model(request) or self.had_own_item:
             self.result_of = request
-            self.entries.clear()
+            for key in [key for key, items in self.entries.items() if items[0].request is request]:
+                del self.entries[key]
             return True
         self.had_own_item = True  # or it has just started the worker that takes it
         return False
 
-    def note_put(self, item: Any, request: CurrentRequest, queue: Any) -> None:
+    def note_put(self, item: Any, request: CurrentRequest, by_worker: bool, queue: Any) -> None:
         """Notes who put an item into the queue."""
         if len(self.entries) > MAX_FORGOTTEN and len(self.entries) > queue.qsize() + MAX_FORGOTTEN:
             self.entries.clear()
-        self.entries.setdefault(id(item), []).append((request, _clock.now()))
+        self.entries.setdefault(id(item), []).append(PutItem(request, _clock.now(), by_worker))
 
-    def pop_entry(self, item: Any) -> tuple[CurrentRequest, int] | None:
-        """Returns who put an item, and when; None if it is unknown."""
+    def pop_entry(self, item: Any) -> PutItem | None:
+        """Returns who put an item, and when; None if that is unknown."""
         entries = self.entries.get(id(item))
         if not entries:
             return None
@@ -84,6 +93,7 @@ def note_put(queue: Any, item: Any) -> QueueState | None:
     found = context.current_context().get(REQUEST_KEY)
     if found is None:
         return None
+    by_worker = type(found) is Work
     if type(found) is Work:
         found = found.hand_over(item)
     if found is None or found.ended:
@@ -95,7 +105,7 @@ def note_put(queue: Any, item: Any) -> QueueState | None:
         if state.result_of is found:
             return None
         state.result_of = None
-    state.note_put(item, found, queue)
+    state.note_put(item, found, by_worker, queue)
     return state
 
 
@@ -106,20 +116,26 @@ def note_take(queue: Any, item: Any) -> None:
         return
     current = context.current_context().get(REQUEST_KEY)
     entry = state.pop_entry(item)
-    request, put_at = entry if entry is not None else (None, 0)
-    if request is not None and request.ended:
-        request = None
+    if entry is not None and entry.request.ended:
+        entry = None
+    request = None if entry is None else entry.request
     is_worker = type(current) is Work
     if current is not None and not is_worker and not current.ended:
         if request is None or request is not current or state.comes_back(request):
             return  # it is served itself, and takes what another request has put back
-    elif request is not None and is_worker and request is current.find_single() and state.comes_back(request):
+    elif entry is not None and is_worker and _is_result(entry, current) and state.comes_back(entry.request):
         return
-    if request is not None and not _has_model(request):
-        request.record_event(events.StageEnded(_clock.now(), put_at, events.QUEUE_WAIT, 0))
+    is_further = is_worker and request is not None and current.has_taken(request)
+    if entry is not None and not is_further and not (entry.by_worker and _has_model(entry.request)):
+        entry.request.record_event(events.StageEnded(_clock.now(), entry.put_at, events.QUEUE_WAIT, 0))
     if request is None and not is_worker:
         return
     take_for_worker(current if is_worker else None, request, id(item))
+
+
+def _is_result(entry: PutItem, work: Work) -> bool:
+    """Returns whether a worker takes what was put in its own work. A request may put several items of itself."""
+    return entry.by_worker and entry.request is work.find_single()
 
 
 def take_for_worker(work: Work | None, request: CurrentRequest | None, item_id: int = 0) -> None:

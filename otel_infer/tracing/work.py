@@ -83,6 +83,10 @@ class Work:
         following.take(request, item_id)
         return following
 
+    def has_taken(self, request: CurrentRequest) -> bool:
+        """Returns whether an item of the request is in the batch that is being taken."""
+        return self.continues() and any(item.request is request for item in self._items)
+
     def continues(self) -> bool:
         """Returns whether items that are taken now are of the same batch."""
         return bool(self._items) and not self._is_called and not self.worker.starts_children
@@ -135,7 +139,9 @@ class Work:
         self._is_called = True
         items = self._own_items
         complete_at = max(self.worker.waited_until, items[-1].taken_at)
-        for item in items:
+        for item in {
+            id(item.request): item for item in reversed(items)
+        }.values():  # the first of each request
             request = item.request.opened if isinstance(item.request, DeferredRequest) else item.request
             if request is not None and item.taken_at < complete_at:
                 request.record_event(

@@ -51,8 +51,10 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def test_a_post_is_a_child_of_its_caller_with_the_model_below(served: Served) -> None:
+    before = count_http(served.receiver, "POST")
     answer = served.send("POST", "/classify/a")
     assert answer.status == 200
+    assert served.receiver.wait_for(lambda it: count_http(it, "POST") == before + 1, 10)
     spans = served.spans_of(answer.trace_id)
     assert tree(spans, answer.parent_id) == [
         f"POST {served.app.route}",

@@ -40,7 +40,7 @@ class QueueAnalysis:
 
     `others`: requests that ran meanwhile. `unfinished`: start instants of running requests that have not
     ended. `since`: from this instant on (monotonic ns) all requests are recorded; earlier ones only if they
-    were open then.
+    were open then. `stages`: of which the longest is a request's wait.
     """
 
     def __init__(
@@ -49,8 +49,9 @@ class QueueAnalysis:
         others: Sequence[RequestRecord] = (),
         since: int = 0,
         unfinished: Sequence[int] = (),
+        stages: Sequence[str] = _QUEUE_STAGES,
     ) -> None:
-        self._waits = np.array([_queue_interval(record) for record in served], np.int64).clip(since)
+        self._waits = np.array([_queue_interval(record, stages) for record in served], np.int64).clip(since)
         self._runs = np.array([running_interval(record) for record in served], np.int64).clip(since)
         self._others = [(max(begin, since), max(end, since)) for begin, end in map(running_interval, others)]
         last = max([record.ended_at for record in served], default=0)
@@ -139,9 +140,9 @@ def _extend_to_calm(is_peak: Any, mean: Any, calm: float) -> Any:
     return is_delayed
 
 
-def _queue_interval(record: RequestRecord) -> tuple[int, int]:
+def _queue_interval(record: RequestRecord, names: Sequence[str]) -> tuple[int, int]:
     """Returns the longest wait in a queue, of an engine or for a lock or a thread; an empty interval if there was none."""
-    waits = [(stage.started_at, stage.ended_at) for stage in record.stages if stage.name in _QUEUE_STAGES]
+    waits = [(stage.started_at, stage.ended_at) for stage in record.stages if stage.name in names]
     return max(waits, key=lambda wait: wait[1] - wait[0], default=(record.ended_at, record.ended_at))
 
 

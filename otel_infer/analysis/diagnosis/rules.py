@@ -226,10 +226,16 @@ def _find_pre_engine_delay(served: list[RequestRecord], time: TimeByComplaint) -
     if sum(time.serialized[rows[id(record)]] for record in slow.records) > total / 2:
         return [_describe_serialized(time)]
     cause = max(parts, key=lambda cause: parts[cause])
-    return [Finding(semconv.SYMPTOM_PRE_ENGINE, cause, total / slow.lifetime_ns, [
+    evidence = [
         f"{total / slow.reference_ns:.0%} of {name_first_latency(slow.records)} of the slowest {count} requests is before the engine",
         f"{cause}: {parts[cause] / count / NS_PER_MS:.0f} ms each",
-    ])]  # fmt: skip
+    ]
+    if cause == semconv.CAUSE_SOCKET_QUEUE and not any(record.loop_pauses for record in served):
+        # Workers without an event loop serve a request each: the socket is their queue.
+        peak = QueueAnalysis(served, stages=(semconv.SPAN_ACCEPT,)).describe_peak()
+        if peak is not None:
+            return [Finding(semconv.SYMPTOM_PEAK, cause, total / slow.lifetime_ns, [*evidence, peak])]
+    return [Finding(semconv.SYMPTOM_PRE_ENGINE, cause, total / slow.lifetime_ns, evidence)]
 
 
 def _find_cold_start(served: list[RequestRecord], time: TimeByComplaint) -> list[Finding]:
@@ -260,6 +266,11 @@ def _find_queueing(
         return [_describe_serialized(time)]
     cause, lifetime_share = max(_QUEUE_CAUSES, key=slow.total_ns), slow.lifetime_share(*_QUEUE_CAUSES)
     queue_time = f"{weight:.0%} of {name_first_latency(slow.records)} of the slowest {len(slow.records)} requests is queue, {mean_ms:.0f} ms each"
+    if cause == semconv.CAUSE_BATCH_WAIT:
+        incomplete = (
+            "most of it passed after a worker had taken the request, while its batch was not complete"
+        )
+        return [Finding(semconv.SYMPTOM_BATCHING, cause, lifetime_share, [queue_time, incomplete])]
     idle, heavy, peak = queueing.idle_wait_share(), queueing.waiting_behind_large(), queueing.describe_peak()
     if idle > _MAIN_SHARE and cause not in _APPLICATION_QUEUES:
         idle_wait = f"{idle:.0%} of the waiting time passed while no request was running"

@@ -609,8 +609,9 @@ static int has_known_address(Exchange *self)
 {
     PyObject *server = PyDict_GetItemWithError(self->scope, names[SERVER]);
     if (server == NULL || server == Py_None) return 1;
-    int is_equal = PyTuple_CheckExact(server) && self->plain->server != NULL
-                       ? PyObject_RichCompareBool(server, self->plain->server, Py_EQ) : 0;
+    if (!PyTuple_CheckExact(server) || self->plain->server == NULL) return 0;
+    int is_equal = PyObject_RichCompareBool(server, self->plain->server, Py_EQ);
+    if (is_equal < 0) PyErr_Clear();  /* Python code handles it */
     return is_equal == 1;
 }
 

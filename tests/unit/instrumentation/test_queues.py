@@ -153,6 +153,47 @@ def test_items_taken_before_one_call_are_a_batch(recording: Recording) -> None:
     assert linked["b"] == linked["c"] == {records["a"].span_id}
 
 
+async def handle_several(name: str, work: asyncio.Queue[Any], items: int) -> list[Any]:
+    """A handler of a request with several texts: each is an item."""
+    request = open_request(name)
+    request.attach()
+    futures = []
+    for _ in range(items):
+        futures.append(asyncio.get_running_loop().create_future())
+        await work.put((name, futures[-1]))
+    results = await asyncio.gather(*futures)
+    request.close()
+    return results
+
+
+def test_a_request_may_put_several_items(recording: Recording) -> None:
+    """Its items are no results, also where the worker takes more of them after it has called the model."""
+
+    async def work_on_pairs(work: asyncio.Queue[Any]) -> None:
+        while True:
+            batch = [await work.get(), await work.get()]
+            names = call_model()
+            await asyncio.sleep(0)
+            for _, future in batch:
+                future.set_result(names)
+
+    async def serve() -> list[Any]:
+        work: asyncio.Queue[Any] = asyncio.Queue()
+        handlers = [asyncio.create_task(handle_several(name, work, 3)) for name in "abcd"]
+        await asyncio.sleep(0)
+        worker = asyncio.create_task(work_on_pairs(work))
+        results = await asyncio.gather(*handlers)
+        worker.cancel()
+        return results
+
+    a, ab, b = ["a"], ["a", "b"], ["b"]
+    c, cd, d = ["c"], ["c", "d"], ["d"]
+    assert asyncio.run(serve()) == [[a, a, ab], [ab, b, b], [c, c, cd], [cd, d, d]]
+    records = by_name(recording)
+    assert [stages_of(records[name]).count("forward") for name in "abcd"] == [2, 2, 2, 2]
+    assert [stages_of(records[name]).count("queue wait") for name in "abcd"] == [2, 2, 2, 2]
+
+
 def test_a_single_item_waits_for_others_that_do_not_come(recording: Recording) -> None:
     assert asyncio.run(run_async(work_in_batches, "a")) == [["a"]]
     assert length_of(by_name(recording)["a"], "batch wait") == pytest.approx(WAIT_S * 1e3, abs=8)
