@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 INSTRUMENTORS = (
-    "asgi", "wsgi", "aiohttp", "tornado", "sanic", "grpc", "gradio", "celery", "rq", "arq", "dramatiq", "threading",
+    "asgi", "wsgi", "aiohttp", "tornado", "sanic", "grpc", "gradio", "bentoml", "ray", "celery", "rq", "arq", "dramatiq", "threading",
     "multiprocessing", "waits", "queues",
 )  # fmt: skip
 
