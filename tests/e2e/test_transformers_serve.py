@@ -94,6 +94,9 @@ def test_streamed_request_is_one_tree_below_the_caller(
         "http.request.method": "POST",
         "http.response.status_code": 200,
         "http.route": "/v1/chat/completions",
+        "server.address": "127.0.0.1",
+        "server.port": batching.port,
+        "url.path": "/v1/chat/completions",
         "url.scheme": "http",
     }
 
