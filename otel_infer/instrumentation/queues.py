@@ -126,7 +126,7 @@ def note_take(queue: Any, item: Any) -> None:
     elif entry is not None and is_worker and _is_result(entry, current) and state.comes_back(entry.request):
         return
     is_further = is_worker and request is not None and current.has_taken(request)
-    if entry is not None and not is_further and not (entry.by_worker and _has_model(entry.request)):
+    if entry is not None and not is_further and not _is_past_queue(entry):
         entry.request.record_event(events.StageEnded(_clock.now(), entry.put_at, events.QUEUE_WAIT, 0))
     if request is None and not is_worker:
         return
@@ -136,6 +136,14 @@ def note_take(queue: Any, item: Any) -> None:
 def _is_result(entry: PutItem, work: Work) -> bool:
     """Returns whether a worker takes what was put in its own work. A request may put several items of itself."""
     return entry.by_worker and entry.request is work.find_single()
+
+
+def _is_past_queue(entry: PutItem) -> bool:
+    """Returns whether the wait of an item is none of its request: an engine's own queue, or a result on its way."""
+    request = entry.request
+    return (isinstance(request, RequestSpan) and bool(request.engine)) or (
+        entry.by_worker and _has_model(request)
+    )
 
 
 def take_for_worker(work: Work | None, request: CurrentRequest | None, item_id: int = 0) -> None:
