@@ -98,6 +98,7 @@ def export_spans() -> list[SpanProcessor]:
 
 if __name__ == "__main__":
     ray.init(
+        address="local",  # never a cluster that runs here already
         num_cpus=2, include_dashboard=False, _node_ip_address="127.0.0.1",
         object_store_memory=100 << 20, log_to_driver=False,
     )  # fmt: skip
