@@ -75,7 +75,8 @@ reader, writer = os.pipe()
 pid = os.fork()
 if pid == 0:
     os.write(writer, b"1")  # Python drops signals that arrive before a child has forked completely
-    time.sleep(30)
+    for _ in range(300):
+        time.sleep(0.1)  # a signal that arrives just before a long sleep would not end it
     os._exit(0)
 os.read(reader, 1)
 os.kill(pid, signal.SIGTERM)
