@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import secrets
 import tempfile
-import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,8 +18,9 @@ from benchmarks.battery import draw
 from benchmarks.battery.faults import Case
 from benchmarks.battery.load import PATHS, Load, TimedRequest
 from benchmarks.battery.servers import SERVERS
-from benchmarks.truth import MEDIAN_MS, SHARE, Lateness
-from benchmarks.verdict import Gate, Line, bootstrap_figure, make_exact, make_line
+from benchmarks.closed_loop import post_json, send_closed_loop
+from benchmarks.truth import Lateness, compare_percentile
+from benchmarks.verdict import Gate, Line, make_exact, make_line
 from benchmarks.whole.switched_server import find_free_port
 from otel_infer.assembly.assembler import Assembler
 from otel_infer.cli.demo.command import wait_until_healthy
@@ -81,51 +80,14 @@ def compare_latencies(setup: Setup, requests: int) -> list[Line]:
     lost = make_line(
         f"{title}: requests without a trace", "", make_exact(float(requests - len(pairs))), Gate(0)
     )
-    return [lost, *(_compare_percentile(title, pairs, percent, lateness) for percent in (50, 99))]
-
-
-def _compare_percentile(title: str, pairs: np.ndarray, percent: int, lateness: Lateness) -> Line:
-    """Returns a row: the difference of a percentile, as a share of 5 ms or 5 %, whichever is larger."""
-
-    def share(rows: np.ndarray) -> float:
-        client, ours = np.percentile(pairs[rows], percent, axis=0)
-        return float(abs(client - ours) / max(MEDIAN_MS, client * SHARE / 100) * 100)
-
-    client, ours = np.percentile(pairs, percent, axis=0)
-    return make_line(
-        f"{title}: p{percent}, |client − ours| as a share of 5 ms or 5 %", "%",
-        bootstrap_figure(len(pairs), share), Gate(100), lateness.control,
-        f"client {client:.1f} ms, ours {ours:.1f} ms",
-    )  # fmt: skip
+    return [lost, *(compare_percentile(title, pairs, percent, lateness) for percent in (50, 99))]
 
 
 async def _send_closed_loop(load: Load, requests: int, concurrency: int) -> dict[str, float]:
     """Sends requests, so many at a time; returns the latency of each by its trace id, ms."""
-    latencies: dict[str, float] = {}
-    waiting = iter(range(requests))
-
-    async def work() -> None:
-        for _ in waiting:
-            trace = secrets.token_hex(16)
-            began = time.perf_counter()
-            await _exchange(load, trace)
-            latencies[trace] = (time.perf_counter() - began) * 1000
-
-    await asyncio.gather(*(work() for _ in range(concurrency)))
-    return latencies
-
-
-async def _exchange(load: Load, trace: str) -> None:
-    reader, writer = await asyncio.open_connection("127.0.0.1", load.port)
     body = json.dumps(load.make_body(TimedRequest(0, WORDS, TOKENS))).encode()
-    head = (
-        f"POST {PATHS[load.kind]} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\nconnection: close\r\n"
-        f"traceparent: 00-{trace}-{secrets.token_hex(8)}-01\r\ncontent-length: {len(body)}\r\n\r\n"
-    )
-    writer.write(head.encode() + body)
-    answer = await reader.readuntil(b"\r\n\r\n")
-    length = answer.lower().partition(b"content-length:")[2].split(None, 1)
-    if b" 200 " not in answer.partition(b"\r\n")[0] or not length:
-        raise RuntimeError(f"the server answered {answer[:80]!r}")
-    await reader.readexactly(int(length[0]))  # not until the server closes the connection, which is later
-    writer.close()
+
+    async def exchange(trace: str) -> None:
+        await post_json(load.port, PATHS[load.kind], body, trace)
+
+    return await send_closed_loop(exchange, requests, concurrency)

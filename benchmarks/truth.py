@@ -85,6 +85,24 @@ class Lateness:
         return Control(f"client late {late:.1f} ms", late <= MAX_LATE_MS)
 
 
+def compare_percentile(title: str, pairs: Any, percent: int, lateness: Lateness) -> Line:
+    """Returns a row: the difference of a percentile, as a share of 5 ms or 5 %, whichever is larger.
+
+    `pairs`: rows of the client's latency and ours, ms.
+    """
+
+    def share(rows: Any) -> float:
+        client, ours = np.percentile(pairs[rows], percent, axis=0)
+        return float(abs(client - ours) / max(MEDIAN_MS, client * SHARE / 100) * 100)
+
+    client, ours = np.percentile(pairs, percent, axis=0)
+    return make_line(
+        f"{title}: p{percent}, |client − ours| as a share of 5 ms or 5 %", "%",
+        bootstrap_figure(len(pairs), share), Gate(100), lateness.control,
+        f"client {client:.1f} ms, ours {ours:.1f} ms",
+    )  # fmt: skip
+
+
 def _make_lines(pairs: list[tuple[Any, RequestRecord]], missing: int, lateness: Lateness) -> list[Line]:
     lost = make_exact(float(missing))
     lines = [

@@ -15,8 +15,8 @@ import numpy as np
 from benchmarks.battery.draw import ROOT, VARIABLES, stop_server
 from benchmarks.server_truth.client import send_requests
 from benchmarks.server_truth.servers import SERVERS, TruthServer
-from benchmarks.truth import MEDIAN_MS, SHARE, Lateness
-from benchmarks.verdict import Gate, Line, bootstrap_figure, make_exact, make_line
+from benchmarks.truth import Lateness, compare_percentile
+from benchmarks.verdict import Gate, Line, make_exact, make_line
 from benchmarks.whole.switched_server import find_free_port
 from otel_infer.assembly.assembler import Assembler
 from otel_infer.assembly.records.request import RequestRecord
@@ -88,23 +88,8 @@ def _compare_latencies(server: TruthServer, requests: int) -> list[Line]:
     lost = make_exact(float(requests - len(pairs)))
     return [
         make_line(f"{title}: requests without a trace", "", lost, Gate(0)),
-        *(_compare_percentile(title, pairs, percent, lateness) for percent in (50, 95)),
+        *(compare_percentile(title, pairs, percent, lateness) for percent in (50, 95)),
     ]
-
-
-def _compare_percentile(title: str, pairs: np.ndarray, percent: int, lateness: Lateness) -> Line:
-    """Returns a row: the difference of a percentile, as a share of 5 ms or 5 %, whichever is larger."""
-
-    def share(rows: np.ndarray) -> float:
-        client, ours = np.percentile(pairs[rows], percent, axis=0)
-        return float(abs(client - ours) / max(MEDIAN_MS, client * SHARE / 100) * 100)
-
-    client, ours = np.percentile(pairs, percent, axis=0)
-    return make_line(
-        f"{title}: p{percent}, |client − ours| as a share of 5 ms or 5 %", "%",
-        bootstrap_figure(len(pairs), share), Gate(100), lateness.control,
-        f"client {client:.1f} ms, ours {ours:.1f} ms",
-    )  # fmt: skip
 
 
 # ── stages ───────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -19,9 +19,10 @@ from otel_infer.instrumentation.batches import WaitingItem, begin_batch, describ
 from otel_infer.instrumentation.hooks.instrumentor import Instrumentor
 from otel_infer.instrumentation.hooks.probe import Hook
 from otel_infer.instrumentation.hooks.target import check_is_coroutine
+from otel_infer.instrumentation.multiprocessing.process_call import close_requests
 from otel_infer.instrumentation.queues import leave_alone
 from otel_infer.tracing import context, start
-from otel_infer.tracing.batch_request import BatchRequest
+from otel_infer.tracing.batch_request import combine_requests
 from otel_infer.tracing.request_span import RequestSpan
 from otel_infer.tracing.work import take_over
 
@@ -140,14 +141,12 @@ def _take_over(hook: Hook) -> Sequence[RequestSpan]:
 
 async def _process_for(requests: Sequence[RequestSpan], coroutine: Awaitable[Any]) -> Any:
     """Awaits what a worker does for the requests of one item, and ends their part in this process."""
-    request = BatchRequest(requests) if len(requests) > 1 else requests[0]
-    token = request.attach()
+    token = combine_requests(requests).attach()
     try:
         return await coroutine
     finally:
         context.detach(token)
-        for each in requests:
-            each.close()
+        close_requests(requests)
 
 
 for _method in ("_process_request", "_process_model_update"):

@@ -29,7 +29,7 @@ from otel_infer.ringbuffer import events
 from otel_infer.ringbuffer.arena import FileArena
 from otel_infer.ringbuffer.recorder import recorder
 from otel_infer.tracing import context, start
-from otel_infer.tracing.batch_request import attach_members
+from otel_infer.tracing.batch_request import combine_requests
 from otel_infer.tracing.outcome import classify_exception
 from otel_infer.tracing.request_span import REQUEST_KEY, RequestSpan
 
@@ -208,7 +208,7 @@ def _open_below(carried: CarriedRequest) -> list[RequestSpan]:
 
 def _attach_parts(parts: list[RequestSpan], hook: Hook) -> Any:
     try:
-        token = attach_members(parts)
+        token = combine_requests(parts).attach() if parts else None
         _served.set(start.current_request() if parts else None)
         return token
     except Exception as exc:

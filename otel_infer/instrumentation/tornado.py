@@ -18,6 +18,7 @@ from otel_infer.instrumentation.hooks.probe import Hook
 from otel_infer.instrumentation.http_server.event_loop_lag import watch_event_loop
 from otel_infer.instrumentation.http_server.exchange import HttpExchange, is_websocket
 from otel_infer.instrumentation.http_server.server_exchange import can_record, encode_headers
+from otel_infer.tracing.request_span import RequestSpan
 
 _OTHER = "opentelemetry.instrumentation.tornado"
 """The instrumentation that starts a SERVER span in `RequestHandler.prepare`."""
@@ -33,14 +34,12 @@ class TornadoExchange(HttpExchange):
     owner = "tornado"
 
     def __init__(self, handler: Any, hook: Hook) -> None:
-        self.handler = handler
+        self.handler, self.address = handler, None
         incoming = handler.request
         read_ns = max(int(incoming.request_time() * 1e9), 0)
         super().__init__(
             hook, incoming.method, incoming.protocol, _OTHER in sys.modules, _clock.now() - read_ns
         )
-        connection = self.find_socket()  # it may be closed when the request ends
-        self.address = None if connection is None else connection.getsockname()
         watch_event_loop()
 
     def list_headers(self) -> list[tuple[bytes, bytes]]:
@@ -48,6 +47,12 @@ class TornadoExchange(HttpExchange):
 
     def find_path(self) -> str:
         return str(self.handler.request.path)
+
+    def open_request(self) -> RequestSpan | None:
+        """Opens the request. The socket is read now, because it may be closed when the request ends."""
+        connection = self.find_socket()
+        self.address = None if connection is None else connection.getsockname()
+        return super().open_request()
 
     def find_address(self) -> Any:
         return self.address

@@ -77,10 +77,16 @@ class BatchRequest(RequestSpan):
             first.add_link(other.own_span_context())
 
 
+def combine_requests(requests: Sequence[RequestSpan]) -> RequestSpan:
+    """Returns the only request, or several as a batch."""
+    return BatchRequest(requests) if len(requests) > 1 else requests[0]
+
+
 def attach_members(requests: Sequence[RequestSpan]) -> Any:
     """Makes a request current, or several as a batch whose members are linked; returns the token for `detach`, or None."""
-    if len(requests) < 2:
-        return requests[0].attach() if requests else None
-    batch = BatchRequest(requests)
-    batch.link_members()
-    return batch.attach()
+    if not requests:
+        return None
+    request = combine_requests(requests)
+    if isinstance(request, BatchRequest):
+        request.link_members()
+    return request.attach()

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from opentelemetry.context import Context
 from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 
@@ -9,10 +13,12 @@ from otel_infer import _clock
 from otel_infer.assembly.assembler import Assembler
 from otel_infer.assembly.records.request import RequestRecord
 from otel_infer.assembly.requests.ended_requests import GRACE_NS
+from otel_infer.instrumentation.hooks.instrumentor import Instrumentor
 from otel_infer.ringbuffer.arena import MemoryArena
 from otel_infer.ringbuffer.merged_reader import MergedReader
 from otel_infer.ringbuffer.recorder import recorder
 from otel_infer.tracing import request_span, span_ids
+from otel_infer.tracing.context import attach, detach
 from tests.support.trees import WAITS
 
 
@@ -47,6 +53,23 @@ class Recording:
         """Stops recording events."""
         recorder.stop()
         request_span.span_factory = None
+
+
+@contextmanager
+def record_with(*instrumentors: Instrumentor) -> Iterator[Recording]:
+    """Records with the hooks of these instrumentors, outside of any context."""
+    for instrumentor in instrumentors:
+        instrumentor.install()
+        assert instrumentor.status.drift is None
+    recording = Recording()
+    token = attach(Context())
+    try:
+        yield recording
+    finally:
+        detach(token)
+        recording.stop()
+        for instrumentor in reversed(instrumentors):
+            instrumentor.remove()
 
 
 def stages_of(record: RequestRecord) -> list[str]:

@@ -7,14 +7,9 @@ from collections.abc import Iterable
 from types import TracebackType
 from typing import Any
 
-from otel_infer import _clock
+from otel_infer.instrumentation.batches import ALL_IN_QUEUE, WaitingItem, begin_batch, describe_item
 from otel_infer.instrumentation.manual._scope import TracedScope
-from otel_infer.ringbuffer import events
-from otel_infer.tracing import start
-from otel_infer.tracing.batch_request import attach_members
 from otel_infer.tracing.context import detach
-from otel_infer.tracing.deferred_request import CurrentRequest, DeferredRequest
-from otel_infer.tracing.request_span import RequestSpan
 from otel_infer.tracing.user_mistakes import report_mistake
 
 
@@ -24,20 +19,15 @@ class item:  # noqa: N801 - used like a function
     Empty without a current request.
     """
 
-    __slots__ = ("_put_at", "_request")
+    __slots__ = ("_waiting",)
 
     def __init__(self) -> None:
-        self._request: CurrentRequest | None = start.find_request()
-        self._put_at = _clock.now()
+        self._waiting = describe_item()
 
-    def take(self) -> RequestSpan | None:
-        """Ends the wait, and returns the request; None if there is none, or it has ended."""
-        request, self._request = self._request, None
-        opened = request.open() if isinstance(request, DeferredRequest) else request
-        if opened is None or opened.ended:
-            return None
-        opened.record_event(events.StageEnded(_clock.now(), self._put_at, events.QUEUE_WAIT, 0))
-        return opened
+    def take(self) -> WaitingItem | None:
+        """Returns what waits, once; None if there was no request."""
+        waiting, self._waiting = self._waiting, None
+        return waiting
 
 
 class batch(TracedScope):  # noqa: N801 - used like a function
@@ -58,7 +48,7 @@ class batch(TracedScope):  # noqa: N801 - used like a function
     def __enter__(self) -> batch:
         try:
             taken = [each.take() for each in self._items if isinstance(each, item)]
-            self._token = attach_members([request for request in taken if request is not None])
+            self._token = begin_batch(taken, ALL_IN_QUEUE)
         except Exception as exc:
             report_mistake("a batch", exc)
         return self

@@ -9,7 +9,7 @@ from otel_infer import _clock
 from otel_infer.instrumentation.waits import record_pool_wait
 from otel_infer.ringbuffer.recorder import recorder
 from otel_infer.tracing import propagation
-from otel_infer.tracing.batch_request import BatchRequest
+from otel_infer.tracing.batch_request import BatchRequest, combine_requests
 from otel_infer.tracing.context import detach
 from otel_infer.tracing.request_span import RequestSpan
 
@@ -35,7 +35,7 @@ class ProcessCall:
         if not parts:
             return self._call(*args, **kwargs)
         submitted_at, self._submitted_at = self._submitted_at, 0  # the other calls of a `map` follow this one
-        request = BatchRequest(parts) if len(parts) > 1 else parts[0]
+        request = combine_requests(parts)
         if submitted_at:
             record_pool_wait(request, submitted_at, self._size)
         token = request.attach()
@@ -43,11 +43,11 @@ class ProcessCall:
             return request.call_in_thread(self._call, *args, **kwargs)
         finally:
             detach(token)
-            _close_requests(parts)
+            close_requests(parts)
 
 
-def _close_requests(parts: Sequence[RequestSpan]) -> None:
-    """Closes joined requests. The pool gets no exception of ours."""
+def close_requests(parts: Sequence[RequestSpan]) -> None:
+    """Closes joined requests. No exception of ours leaves it."""
     try:
         for part in parts:
             part.close()

@@ -107,11 +107,7 @@ def _engine_steps_row() -> DashboardRow:
                     "Sequences in a step.",
                     "at its limit while requests wait, the batch is full.",
                 ),
-                [
-                    PanelQuery(PROMQL.quantile(0.5, semconv.STEP_BATCH_SIZE), "p50"),
-                    PanelQuery(PROMQL.quantile(0.99, semconv.STEP_BATCH_SIZE), "p99"),
-                    PanelQuery(PROMQL.mean(semconv.STEP_BATCH_SIZE), "mean"),
-                ],
+                panels.list_size_queries(PROMQL, semconv.STEP_BATCH_SIZE),
                 unit="short",
             ),
             panels.timeseries_panel(

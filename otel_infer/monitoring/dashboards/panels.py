@@ -236,6 +236,12 @@ def quantiles_panel(
     return timeseries_panel(title, description, queries, unit=UNIT_SECONDS, size=size)
 
 
+def list_size_queries(promql: PromqlBuilder, metric: Any) -> list[PanelQuery]:
+    """Returns queries for p50, p99 and mean of a size."""
+    quantiles = [PanelQuery(promql.quantile(q, metric), name) for q, name in ((0.5, "p50"), (0.99, "p99"))]
+    return [*quantiles, PanelQuery(promql.mean(metric), "mean")]
+
+
 def state_timeline_panel(
     title: str,
     description: PanelDescription,

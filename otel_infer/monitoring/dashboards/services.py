@@ -5,7 +5,7 @@ from __future__ import annotations
 from otel_infer import semconv
 from otel_infer.monitoring.dashboards import panels
 from otel_infer.monitoring.dashboards.dashboard import PROMQL, Dashboard, DashboardRow
-from otel_infer.monitoring.dashboards.panels import Json, PanelDescription, PanelQuery, legend_format
+from otel_infer.monitoring.dashboards.panels import PanelDescription, PanelQuery, legend_format
 from otel_infer.monitoring.promql import label_equals, label_matches
 from otel_infer.semconv.prometheus import label_name
 
@@ -16,10 +16,6 @@ _WAITS = (
 )  # fmt: skip
 _IS_WAIT = label_matches(semconv.STAGE, "|".join(_WAITS))
 _HOST = label_equals(semconv.CLOCK, semconv.CLOCK_HOST)
-
-
-def _quantiles(title: str, description: PanelDescription, metric: semconv.Metric, *matchers: str) -> Json:
-    return panels.quantiles_panel(title, description, PROMQL, metric, *matchers, size=(12, 8))
 
 
 def _operations_row() -> DashboardRow:
@@ -88,38 +84,34 @@ def _waits_row() -> DashboardRow:
                     "Items of the model call that served a request, of requests that waited in a queue.",
                     "1 at all times: the batcher batches nothing. At its limit while `queue wait` grows: the batch is full.",
                 ),
-                [
-                    PanelQuery(PROMQL.quantile(0.5, semconv.REQUEST_BATCH_SIZE), "p50"),
-                    PanelQuery(PROMQL.quantile(0.99, semconv.REQUEST_BATCH_SIZE), "p99"),
-                    PanelQuery(PROMQL.mean(semconv.REQUEST_BATCH_SIZE), "mean"),
-                ],
+                panels.list_size_queries(PROMQL, semconv.REQUEST_BATCH_SIZE),
                 unit="short",
                 size=(12, 8),
                 empty="no request was served by a worker",
             ),
-            _quantiles(
+            panels.quantiles_panel(
                 "Queue wait",
                 PanelDescription(
                     "Time of a request in a queue of the application, until a worker took it.",
                     "it grows with the load before anything else does: the worker is the bottleneck.",
                 ),
-                semconv.STAGE_DURATION, label_equals(semconv.STAGE, semconv.SPAN_QUEUE_WAIT), _HOST,
+                PROMQL, semconv.STAGE_DURATION, label_equals(semconv.STAGE, semconv.SPAN_QUEUE_WAIT), _HOST,
             ),
-            _quantiles(
+            panels.quantiles_panel(
                 "Batch wait",
                 PanelDescription(
                     "Time of a request between its worker and the call of the model: the batch was not complete.",
                     "at low load it is the window of the batcher, which every request pays.",
                 ),
-                semconv.STAGE_DURATION, label_equals(semconv.STAGE, semconv.SPAN_BATCH_WAIT), _HOST,
+                PROMQL, semconv.STAGE_DURATION, label_equals(semconv.STAGE, semconv.SPAN_BATCH_WAIT), _HOST,
             ),
-            _quantiles(
+            panels.quantiles_panel(
                 "Model call",
                 PanelDescription(
                     "Time of the call of the model, alone or for a whole batch.",
                     "it grows with the batch size; at equal size the processor is short.",
                 ),
-                semconv.STAGE_DURATION, label_equals(semconv.STAGE, semconv.SPAN_FORWARD), _HOST,
+                PROMQL, semconv.STAGE_DURATION, label_equals(semconv.STAGE, semconv.SPAN_FORWARD), _HOST,
             ),
             panels.heatmap_panel(
                 "Time to result",

@@ -10,13 +10,11 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from opentelemetry.context import Context
 
 from otel_infer.instrumentation import mlserver, queues
 from otel_infer.ringbuffer import events
 from otel_infer.tracing import start, work
-from otel_infer.tracing.context import attach, detach
-from tests.support.rings import Recording, stages_of
+from tests.support.rings import Recording, record_with, stages_of
 
 SIZE = 3
 SOURCE = """
@@ -77,16 +75,8 @@ def recording(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recording]:
         module: Any = ModuleType(target.partition(":")[0])
         exec(SOURCE % SIZE, module.__dict__)
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    for instrumentor in (queues.instrumentor, mlserver.instrumentor):
-        instrumentor.install()
-        assert instrumentor.status.drift is None
-    recording = Recording()
-    token = attach(Context())
-    yield recording
-    detach(token)
-    recording.stop()
-    for instrumentor in (mlserver.instrumentor, queues.instrumentor):
-        instrumentor.remove()
+    with record_with(queues.instrumentor, mlserver.instrumentor) as recording:
+        yield recording
 
 
 def call_model() -> list[str]:

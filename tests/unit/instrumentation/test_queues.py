@@ -15,17 +15,16 @@ import anyio
 import anyio.to_thread
 import pytest
 from opentelemetry import trace
-from opentelemetry.context import Context
 
 from otel_infer.assembly.records.request import RequestRecord
 from otel_infer.instrumentation import queues
 from otel_infer.instrumentation import threading as thread_hooks
 from otel_infer.ringbuffer import events
 from otel_infer.tracing import start
-from otel_infer.tracing.context import attach, detach
+from otel_infer.tracing.context import detach
 from otel_infer.tracing.request_span import RequestSpan
 from otel_infer.tracing.work import take_over
-from tests.support.rings import Recording, stages_of
+from tests.support.rings import Recording, record_with, stages_of
 
 WAIT_S = 0.03
 MS = 1_000_000
@@ -33,16 +32,8 @@ MS = 1_000_000
 
 @pytest.fixture
 def recording() -> Iterator[Recording]:
-    for instrumentor in (thread_hooks.instrumentor, queues.instrumentor):
-        instrumentor.install()
-        assert instrumentor.status.drift is None
-    recording = Recording()
-    token = attach(Context())
-    yield recording
-    detach(token)
-    recording.stop()
-    for instrumentor in (queues.instrumentor, thread_hooks.instrumentor):
-        instrumentor.remove()
+    with record_with(thread_hooks.instrumentor, queues.instrumentor) as recording:
+        yield recording
 
 
 def call_model() -> list[str]:

@@ -13,16 +13,15 @@ from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import pytest
-from opentelemetry.context import Context
 
 from otel_infer import semconv
 from otel_infer.instrumentation.multiprocessing import instrumentor, managers, queues
 from otel_infer.ringbuffer import events
 from otel_infer.ringbuffer.recorder import recorder
 from otel_infer.tracing import start
-from otel_infer.tracing.context import attach, detach
+from otel_infer.tracing.context import detach
 from otel_infer.tracing.request_span import RequestSpan
-from tests.support.rings import Recording, stages_of
+from tests.support.rings import Recording, record_with, stages_of
 
 OTHER_PID = 1
 WAIT_S = 0.02
@@ -32,14 +31,8 @@ WAIT_S = 0.02
 def recording() -> Iterator[Recording]:
     multiprocessing.get_context("fork").Queue()  # imports the module of queues
     importlib.import_module("multiprocessing.managers")
-    instrumentor.install()
-    assert instrumentor.status.drift is None
-    recording = Recording()
-    token = attach(Context())
-    yield recording
-    detach(token)
-    recording.stop()
-    instrumentor.remove()
+    with record_with(instrumentor) as recording:
+        yield recording
     queues._noted.clear()
 
 
