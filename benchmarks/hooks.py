@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks import machine, own_list, transformers_hooks
+from benchmarks import machine, own_list, queue_hooks, transformers_hooks
 from benchmarks.hook_cases import Case, Steps
 from benchmarks.verdict import CONTROL_LIMIT, Control, Gate, Line, estimate_median, make_line
 from otel_infer.instrumentation.hooks import probe
@@ -58,6 +58,7 @@ def _make_cases() -> Iterator[Case]:
     own_list.record_in_memory()
     yield from own_list.make_cases()
     yield from transformers_hooks.make_cases(*batch)
+    yield from queue_hooks.make_cases()
 
 
 def _measure_round(case: Case, steps: int, samples: Samples, rng: random.Random) -> None:

@@ -17,8 +17,6 @@ from otel_infer.tracing.request_span import RequestSpan
 
 MIN_TURN_NS = 1_000_000
 """A shorter wait of a complete batch for its turn is a part of `batch wait`."""
-
-
 ALL_IN_QUEUE = 1 << 62
 """As `free_at`: the whole wait is `queue wait`."""
 

@@ -20,7 +20,7 @@ from otel_infer.instrumentation.hooks.instrumentor import Instrumentor
 from otel_infer.instrumentation.hooks.probe import Hook
 from otel_infer.instrumentation.hooks.target import check_is_coroutine
 from otel_infer.instrumentation.multiprocessing.process_call import close_requests
-from otel_infer.instrumentation.queues import leave_alone
+from otel_infer.instrumentation.queue_states import leave_alone
 from otel_infer.tracing import context, start
 from otel_infer.tracing.batch_request import combine_requests
 from otel_infer.tracing.request_span import RequestSpan

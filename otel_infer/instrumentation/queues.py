@@ -12,21 +12,28 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Awaitable, Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from otel_infer import _clock
 from otel_infer.instrumentation.hooks.context_hooks import compile_queue_put, compile_queue_take
 from otel_infer.instrumentation.hooks.instrumentor import Instrumentor
 from otel_infer.instrumentation.hooks.probe import Hook
+from otel_infer.instrumentation.queue_states import (
+    LeftAlone,
+    PutItem,
+    QueueState,
+    add_state,
+    find_state,
+    has_model,
+    leave_alone,
+    states,
+)
 from otel_infer.ringbuffer import events
 from otel_infer.tracing import context
 from otel_infer.tracing.deferred_request import CurrentRequest
 from otel_infer.tracing.request_span import REQUEST_KEY, RequestSpan
 from otel_infer.tracing.work import Work, Worker, attach_work, find_worker, is_task
 
-STATE_ATTRIBUTE, LEFT_ALONE_ATTRIBUTE = "otel_infer_state", "otel_infer_left_alone"
-MAX_FORGOTTEN = 64
-"""Items that may have left a queue unseen before all notes about it are dropped."""
 _LIBRARIES = frozenset(
     (
         "amqp", "anyio", "arq", "asgiref", "billiard", "celery", "concurrent", "dramatiq", "gevent", "grpc", "gunicorn",
@@ -40,79 +47,35 @@ _HAS_INNER_TASKS = sys.version_info < (3, 12)
 instrumentor = Instrumentor("queues", "python", ("asyncio.queues", "queue"))
 
 
-class PutItem(NamedTuple):
-    """An item that was put for a request, and when (monotonic ns). `by_worker`: a worker has put it, perhaps as a result."""
-
-    request: CurrentRequest
-    put_at: int
-    by_worker: bool
-
-
-class QueueState:
-    """The items of a queue that requests have put, by id.
-
-    `result_of`: the request to which its items come back. `had_own_item`: a request has taken an item of its own.
-    """
-
-    __slots__ = ("entries", "had_own_item", "result_of")
-
-    def __init__(self) -> None:
-        self.entries: dict[int, list[PutItem]] = {}
-        self.result_of: CurrentRequest | None = None
-        self.had_own_item = False
-
-    def comes_back(self, request: CurrentRequest) -> bool:
-        """Returns whether an item that a request takes back shows that the queue is one of results."""
-        if _has_model(request) or self.had_own_item:
-            self.result_of = request
-            for key in [key for key, items in self.entries.items() if items[0].request is request]:
-                del self.entries[key]
-            return True
-        self.had_own_item = True  # or it has just started the worker that takes it
-        return False
-
-    def note_put(self, item: Any, request: CurrentRequest, by_worker: bool, queue: Any) -> None:
-        """Notes who put an item into the queue."""
-        if len(self.entries) > MAX_FORGOTTEN and len(self.entries) > queue.qsize() + MAX_FORGOTTEN:
-            self.entries.clear()
-        self.entries.setdefault(id(item), []).append(PutItem(request, _clock.now(), by_worker))
-
-    def pop_entry(self, item: Any) -> PutItem | None:
-        """Returns who put an item, and when; None if that is unknown."""
-        entries = self.entries.get(id(item))
-        if not entries:
-            return None
-        entry = entries.pop(0)
-        if not entries:
-            del self.entries[id(item)]
-        return entry
-
-
-def note_put(queue: Any, item: Any) -> QueueState | None:
-    """Notes that the current request, if there is one, puts an item. Returns where that is noted."""
+def note_put(queue: Any, item: Any, frame: Any) -> QueueState | None:
+    """Notes that the current request, if there is one, puts an item in this frame. Returns where that is noted."""
     found = context.current_context().get(REQUEST_KEY)
     if found is None:
+        return None
+    state = find_state(queue)
+    if state is None and is_of_library(frame):
+        leave_alone(queue)
+        return None
+    if type(state) is LeftAlone:
         return None
     by_worker = type(found) is Work
     if type(found) is Work:
         found = found.hand_over(item)
     if found is None or found.ended:
         return None
-    state: QueueState | None = queue.__dict__.get(STATE_ATTRIBUTE)
-    if state is None:
-        state = queue.__dict__[STATE_ATTRIBUTE] = QueueState()
+    if type(state) is not QueueState:
+        state = add_state(queue)
     if state.result_of is not None:
         if state.result_of is found:
             return None
         state.result_of = None
-    state.note_put(item, found, by_worker, queue)
+    state.note_put(item, found, by_worker)
     return state
 
 
-def note_take(queue: Any, item: Any) -> None:
+def note_take(state: QueueState, item: Any) -> None:
     """Ends the wait of the item that was taken here, and makes its request the worker's work."""
-    state = queue.__dict__.get(STATE_ATTRIBUTE)
-    if state is None or state.result_of is not None:
+    if state.result_of is not None:
         return
     current = context.current_context().get(REQUEST_KEY)
     entry = state.pop_entry(item)
@@ -127,10 +90,17 @@ def note_take(queue: Any, item: Any) -> None:
         return
     is_further = is_worker and request is not None and current.has_taken(request)
     if entry is not None and not is_further and not _is_past_queue(entry):
-        entry.request.record_event(events.StageEnded(_clock.now(), entry.put_at, events.QUEUE_WAIT, 0))
+        _record_wait(*entry)
     if request is None and not is_worker:
         return
     take_for_worker(current if is_worker else None, request, id(item))
+
+
+def _record_wait(request: CurrentRequest, put_at: int, by_worker: bool) -> None:
+    if type(request) is RequestSpan:
+        request.record_stage(events.QUEUE_WAIT, put_at)
+    else:
+        request.record_event(events.StageEnded(_clock.now(), put_at, events.QUEUE_WAIT, 0))
 
 
 def _is_result(entry: PutItem, work: Work) -> bool:
@@ -142,7 +112,7 @@ def _is_past_queue(entry: PutItem) -> bool:
     """Returns whether the wait of an item is none of its request: an engine's own queue, or a result on its way."""
     request = entry.request
     return (isinstance(request, RequestSpan) and bool(request.engine)) or (
-        entry.by_worker and _has_model(request)
+        entry.by_worker and has_model(request)
     )
 
 
@@ -157,39 +127,12 @@ def take_for_worker(work: Work | None, request: CurrentRequest | None, item_id: 
     attach_work(work.take_next(request, item_id))
 
 
-def _is_followed(queue: Any, frame: Any) -> bool:
-    """Returns whether the item that is put in this frame is followed.
-
-    A queue is left alone for good if the first item that a request puts is put by a library of `_LIBRARIES`. Then further
-    puts, such as a streamer's of each token, enter no Python code of ours.
-    """
-    attributes = queue.__dict__
-    if LEFT_ALONE_ATTRIBUTE in attributes:
-        return False
-    if STATE_ATTRIBUTE in attributes or not is_of_library(frame):
-        return True
-    leave_alone(queue)
-    return False
-
-
-def leave_alone(queue: Any) -> None:
-    """Follows no item of this queue: other hooks know what its worker does."""
-    queue.__dict__[LEFT_ALONE_ATTRIBUTE] = True
-
-
 def is_of_library(frame: Any) -> bool:
     """Returns whether a library that other hooks follow, or that serves no request, puts the item."""
     while frame is not None and frame.f_globals.get("__name__") in ("asyncio.queues", "queue"):
         frame = frame.f_back
     module = "" if frame is None else str(frame.f_globals.get("__name__"))
     return module.partition(".")[0] in _LIBRARIES
-
-
-def _has_model(request: CurrentRequest) -> bool:
-    """Returns whether a model was called for this request."""
-    return isinstance(request, RequestSpan) and bool(
-        request.engine or request.is_named or request.has_forward_name
-    )
 
 
 # ── hooks ────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -200,8 +143,7 @@ def _patch_put(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
         state = None
         if hook.alive:
             try:
-                if _is_followed(self, sys._getframe(1)):
-                    state = note_put(self, item)
+                state = note_put(self, item, sys._getframe(1))
             except Exception as exc:
                 hook.count_failure(exc)
         if state is None:
@@ -212,14 +154,14 @@ def _patch_put(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
             state.pop_entry(item)
             raise
 
-    return compile_queue_put(original, hook, put)
+    return compile_queue_put(original, hook, put, states, QueueState)
 
 
 def _patch_take(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
-    def end_take(queue: Any, item: Any, is_taken: bool) -> None:
+    def end_take(state: QueueState, item: Any, is_taken: bool) -> None:
         try:
             if is_taken:
-                note_take(queue, item)
+                note_take(state, item)
             else:
                 _note_wait()
         except Exception as exc:
@@ -229,14 +171,14 @@ def _patch_take(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
         try:
             item = original(self, *args, **kwargs)
         except BaseException:
-            if hook.alive:
-                end_take(self, None, False)
+            if hook.alive and type(state := find_state(self)) is QueueState:
+                end_take(state, None, False)
             raise
-        if hook.alive:
-            end_take(self, item, True)
+        if hook.alive and type(state := find_state(self)) is QueueState:
+            end_take(state, item, True)
         return item
 
-    return compile_queue_take(original, hook, take, end_take)
+    return compile_queue_take(original, hook, take, states, QueueState, take_for_worker, end_take)
 
 
 def _note_wait() -> None:

@@ -240,9 +240,10 @@ def _patch_wait(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
         found = await original(self)
         if hook.alive:
             try:
-                now = _clock.now()
-                for request in found[0]:
-                    setattr(request, COMPLETE_AT_ATTRIBUTE, now)
+                if len(self.tasks) >= self.max_concurrent_batches:  # it waits until an earlier batch ends
+                    now = _clock.now()
+                    for request in found[0]:
+                        setattr(request, COMPLETE_AT_ATTRIBUTE, now)
             except Exception as exc:
                 hook.count_failure(exc)
         return found

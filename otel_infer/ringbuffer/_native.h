@@ -249,15 +249,22 @@ long long store_change(StepRing *ring, BatchState *batch, const BatchChange *cha
 
 /* ── hooks (`instrumentation/hooks/_compiled_hook.c`) ──────────────────────────────────────────────────────── */
 
+/* Calls without a tuple of arguments (PEP 590). Python 3.11 exports these functions, and the stable ABI has them since 3.12. */
+typedef PyObject *(*VectorCall)(PyObject *function, PyObject *const *arguments, size_t count, PyObject *names);
+PyAPI_FUNC(PyObject *) PyObject_Vectorcall(PyObject *, PyObject *const *, size_t, PyObject *);
+PyAPI_FUNC(PyObject *) PyVectorcall_Call(PyObject *, PyObject *, PyObject *);
+
 typedef struct CompiledHook {
     PyObject_HEAD
     PyObject *known, *original, *call_slowly, *hook, *bind, *details, *attributes, *references;
     PyObject *(*call)(struct CompiledHook *self, PyObject *arguments, PyObject *named);
+    VectorCall call_vector;  /* one of both is NULL */
 } CompiledHook;
 typedef PyObject *(*HookCall)(CompiledHook *self, PyObject *arguments, PyObject *named);
 typedef struct {
     const char *place;
     HookCall call;
+    VectorCall call_vector;  /* in place of `call`, for a hook that costs as little as a call can */
 } HookPlace;
 
 /* Returns whether a `probe.Hook` was neither removed nor disabled. */
@@ -281,11 +288,15 @@ PyObject *return_recorded(PyObject *result, PyObject *recorded);
 
 /* Returns the current request as a new reference, None if there is none, NULL without an exception if Python code must
  * find out. */
-PyObject *find_current_request(PyObject *get_context, PyObject *request_key);
+PyObject *find_current_request(PyObject *variable, PyObject *request_key);
+/* Returns the value of a context variable, NULL if it has none. Python exports what it calls, and has since 3.7. */
+PyObject *get_variable(PyObject *variable);
+/* Sets a context variable; returns the token for its `reset`, NULL after an exception. */
+PyObject *set_variable(PyObject *variable, PyObject *value);
 
 /* The places of the hooks, ended by one without a name, and the types of each source. */
 extern const HookPlace asgi_places[], transformers_places[], generation_places[], batch_places[], scheduler_places[],
-    context_places[];
+    context_places[], queue_places[];
 int add_batch_types(PyObject *module);
 int add_scheduler_types(PyObject *module);
 int add_exchange_types(PyObject *module);
@@ -297,6 +308,7 @@ int add_socket_functions(PyObject *module);
 int add_stall_types(PyObject *module);
 int add_forward_types(PyObject *module);
 int add_context_types(PyObject *module);
+int add_queue_functions(PyObject *module);
 int add_type(PyObject *module, const char *name, PyType_Spec *spec);
 
 #endif

@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Callable
 from typing import NamedTuple
 
 from opentelemetry.context import Context
 
 from otel_infer import _clock
 from otel_infer.ringbuffer import events
+from otel_infer.ringbuffer.events import make_tuple
+from otel_infer.ringbuffer.native import native
 from otel_infer.tracing import context
 from otel_infer.tracing.batch_request import BatchRequest
 from otel_infer.tracing.deferred_request import CurrentRequest, DeferredRequest
@@ -56,9 +59,8 @@ class Work:
 
     ended = False
 
-    def __init__(self, worker: Worker) -> None:
-        self.worker = worker
-        self._items: tuple[TakenItem, ...] = ()
+    def __init__(self, worker: Worker, items: tuple[TakenItem, ...] = ()) -> None:
+        self.worker, self._items = worker, items
         self._is_called = self._has_successor = False
         self._current: RequestSpan | None = None
         self.single: RequestSpan | None = None
@@ -68,20 +70,24 @@ class Work:
 
         A call of a model ends a batch, so items that are taken afterwards are of the next one.
         """
-        items = self._items if self.continues() else ()
+        self._items = self._add_item(request, item_id)
         self._is_called, self._current = False, None
-        if request is not None:
-            items = tuple(item for item in items[-MAX_MEMBERS:] if not item.request.ended)
-            items += (TakenItem(request, _clock.now(), item_id),)
-        self._items = items
 
     def take_next(self, request: CurrentRequest | None, item_id: int = 0) -> Work:
         """Returns the work after a further item. Children that began before keep this one."""
-        following = Work(self.worker)
         if self.continues():
-            following._items, self._has_successor = self._items, True
-        following.take(request, item_id)
-        return following
+            self._has_successor = True
+        return Work(self.worker, self._add_item(request, item_id))
+
+    def _add_item(self, request: CurrentRequest | None, item_id: int) -> tuple[TakenItem, ...]:
+        """Returns the items of the batch after a further one."""
+        items = self._items if self.continues() else ()
+        if request is None:
+            return items
+        taken = make_tuple(TakenItem, (request, _clock.now(), item_id))
+        if not items:
+            return (taken,)
+        return (*(item for item in items[-MAX_MEMBERS:] if not item.request.ended), taken)
 
     def has_taken(self, request: CurrentRequest) -> bool:
         """Returns whether an item of the request is in the batch that is being taken."""
@@ -111,7 +117,10 @@ class Work:
 
     def find_single(self) -> CurrentRequest | None:
         """Returns the only request that is worked for, which may be deferred; None if there is none, or several."""
-        alive = [item.request for item in self._own_items if not item.request.ended]
+        items = self._own_items
+        if len(items) == 1:
+            return None if items[0].request.ended else items[0].request
+        alive = [item.request for item in items if not item.request.ended]
         return alive[0] if len(alive) == 1 else None
 
     def hand_over(self, item: object) -> CurrentRequest | None:
@@ -187,13 +196,28 @@ def find_worker() -> int:
 
 def attach_work(work: Work) -> None:
     """Makes this the work of the worker that runs here, until it takes another item. A span of the application stays."""
+    _attach(work, work.find_single())
+
+
+def _attach_plain(work: Work, single: CurrentRequest | None) -> None:
     around = dict(context.current_context())
-    previous = around.pop(REQUEST_KEY, None)
+    previous, span = around.get(REQUEST_KEY), around.get(context.SPAN_KEY)
     owner = previous.single if type(previous) is Work else previous
-    if isinstance(owner, RequestSpan) and around.get(context.SPAN_KEY) is owner.current_span:
+    if span is not None and isinstance(owner, RequestSpan) and span is owner.current_span:
         del around[context.SPAN_KEY]
-    single = work.find_single()
     if isinstance(single, RequestSpan):
         work.single = single
         around.setdefault(context.SPAN_KEY, single.current_span)
-    context.attach(Context({**around, REQUEST_KEY: work}))
+    around[REQUEST_KEY] = work
+    context.attach(Context(around))
+
+
+def _make_attach() -> Callable[[Work, CurrentRequest | None], None]:
+    """Returns what does the work of `_attach_plain`, in compiled code where that is built."""
+    if native is None or context.variable is None:
+        return _attach_plain
+    native.connect_work(context.variable, Context, RequestSpan, Work, REQUEST_KEY, context.SPAN_KEY)
+    return native.attach_work  # type: ignore[no-any-return]
+
+
+_attach = _make_attach()

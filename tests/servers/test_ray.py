@@ -74,6 +74,12 @@ def test_requests_of_a_batch_are_linked(found: Found) -> None:
     assert links >= 2 * (max(sizes) - 1)
 
 
+def test_complete_batch_waits_in_the_queue_while_an_earlier_one_runs(found: Found) -> None:
+    stages = [found.lines_of(f"batched {number}")[3:] for number in range(SIZE)]
+    assert [WAIT, BATCH_WAIT, FORWARD, EGRESS] in stages
+    assert [WAIT, BATCH_WAIT, WAIT, FORWARD, EGRESS] in stages
+
+
 def test_proxy_and_replicas_are_one_server(found: Found) -> None:
     starts = [span for span in found.spans if span["name"] == semconv.SPAN_SERVER_START]
     assert [span["attributes"].get(semconv.ERROR_TYPE, "") for span in starts] == [""]

@@ -90,9 +90,24 @@ PyObject *call_and_record(CompiledHook *self, PyObject *arguments, PyObject *nam
     return return_recorded(result, PyObject_CallFunctionObjArgs(self->details, owner, result, self->hook, NULL));
 }
 
-PyObject *find_current_request(PyObject *get_context, PyObject *request_key)
+PyAPI_FUNC(int) PyContextVar_Get(PyObject *variable, PyObject *default_value, PyObject **value);
+PyAPI_FUNC(PyObject *) PyContextVar_Set(PyObject *variable, PyObject *value);
+
+PyObject *get_variable(PyObject *variable)
 {
-    PyObject *context = PyObject_CallNoArgs(get_context), *found = NULL;
+    PyObject *value = NULL;
+    if (PyContextVar_Get(variable, NULL, &value)) PyErr_Clear();
+    return value;
+}
+
+PyObject *set_variable(PyObject *variable, PyObject *value)
+{
+    return PyContextVar_Set(variable, value);
+}
+
+PyObject *find_current_request(PyObject *variable, PyObject *request_key)
+{
+    PyObject *context = get_variable(variable), *found = NULL;
     if (context != NULL && PyDict_Check(context)) {
         found = PyDict_GetItemWithError(context, request_key);
         if (found == NULL && !PyErr_Occurred()) found = Py_None;
@@ -107,6 +122,7 @@ PyObject *find_current_request(PyObject *get_context, PyObject *request_key)
 
 static PyObject *call_hook(CompiledHook *self, PyObject *arguments, PyObject *named)
 {
+    if (self->call_vector != NULL) return PyVectorcall_Call((PyObject *)self, arguments, named);
     if (self->call == NULL) return PyErr_Format(PyExc_RuntimeError, "the hook is not initialized");
     return self->call(self, arguments, named);
 }
@@ -124,13 +140,13 @@ static PyObject *bind_hook(CompiledHook *self, PyObject *instance, PyObject *own
     return PyObject_CallFunctionObjArgs(self->bind, (PyObject *)self, instance, NULL);
 }
 
-static HookCall find_call(const char *place)
+static const HookPlace *find_place(const char *place)
 {
     const HookPlace *const tables[] = {asgi_places,  transformers_places, generation_places,
-                                       batch_places, scheduler_places,    context_places};
+                                       batch_places, scheduler_places,    context_places,      queue_places};
     for (size_t i = 0; i < sizeof tables / sizeof *tables; i++)
         for (const HookPlace *entry = tables[i]; entry->place != NULL; entry++)
-            if (!strcmp(entry->place, place)) return entry->call;
+            if (!strcmp(entry->place, place)) return entry;
     PyErr_Format(PyExc_ValueError, "no hook has the place %s", place);
     return NULL;
 }
@@ -141,7 +157,7 @@ static int init_hook(CompiledHook *self, PyObject *arguments, PyObject *named)
     PyObject *known, *original, *call_slowly, *hook, *bind, *details;
     const char *place;
     (void)named;
-    if (self->call != NULL) {
+    if (self->original != NULL) {
         PyErr_SetString(PyExc_RuntimeError, "the hook is initialized already");
         return -1;
     }
@@ -150,27 +166,30 @@ static int init_hook(CompiledHook *self, PyObject *arguments, PyObject *named)
         PyErr_SetString(PyExc_TypeError, "the hook has no compiled state");
         return -1;
     }
-    HookCall call = find_call(place);
-    if (call == NULL) return -1;
+    const HookPlace *found = find_place(place);
+    if (found == NULL) return -1;
     self->known = take(known);
     self->original = take(original);
     self->call_slowly = take(call_slowly);
     self->hook = take(hook);
     self->bind = take(bind);
     self->details = take(details);
-    self->call = call;
+    self->call = found->call;
+    self->call_vector = found->call_vector;
     return 0;
 }
 
 static int clear_hook(CompiledHook *self)
 {
     self->call = NULL;
+    self->call_vector = NULL;
     return clear_CompiledHook(self);
 }
 
 static PyMethodDef hook_methods[] = {{"__reduce__", reduce_hook, METH_NOARGS, "Pickles and copies as a function."},
                                      {NULL, NULL, 0, NULL}};
 static PyMemberDef hook_members[] = {
+    {"__vectorcalloffset__", T_PYSSIZET, offsetof(CompiledHook, call_vector), READONLY, NULL},
     {"__dictoffset__", T_PYSSIZET, offsetof(CompiledHook, attributes), READONLY, NULL},
     {"__weaklistoffset__", T_PYSSIZET, offsetof(CompiledHook, references), READONLY, NULL}, {NULL, 0, 0, 0, NULL}};
 static PyGetSetDef hook_properties[] = {{"__dict__", PyObject_GenericGetDict, PyObject_GenericSetDict, NULL, NULL},
@@ -181,8 +200,10 @@ static PyType_Slot hook_slots[] = {{Py_tp_init, init_hook},         {Py_tp_new, 
                                    {Py_tp_descr_get, bind_hook},    {Py_tp_members, hook_members},
                                    {Py_tp_methods, hook_methods},   {Py_tp_getset, hook_properties},
                                    {0, NULL}};
-static PyType_Spec hook_spec = {"otel_infer.ringbuffer._native.CompiledHook", sizeof(CompiledHook), 0,
-                                Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_METHOD_DESCRIPTOR, hook_slots};
+enum { HAS_VECTOR_CALL = 1UL << 11 };  /* `Py_TPFLAGS_HAVE_VECTORCALL`, which the stable ABI names since 3.12 */
+static PyType_Spec hook_spec = {
+    "otel_infer.ringbuffer._native.CompiledHook", sizeof(CompiledHook), 0,
+    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_METHOD_DESCRIPTOR | HAS_VECTOR_CALL, hook_slots};
 
 int add_hook_type(PyObject *module)
 {

@@ -2,25 +2,22 @@
  *
  *     work for a thread    no request is current and torch is not suppressed: the original is called
  *     tokenizer            no request is current: the original is called; else the call is a stage of the request
- *     put into a queue     no request is current, or the queue is left alone: the original is called; else Python code follows
- *     take from a queue    no request has put an item into the queue: the original is called; else Python code follows it
  *
  * All else calls the hook's Python code, before anything is recorded.
  */
 #include "../../ringbuffer/_native.h"
 
-enum { DATA, INPUT_IDS, NUMEL, QUEUE_STATE, LEFT_ALONE, NAMES };
-static const char *const texts[NAMES] = {"data", "input_ids", "numel", "otel_infer_state",
-                                         "otel_infer_left_alone"};
+enum { DATA, INPUT_IDS, NUMEL, NAMES };
+static const char *const texts[NAMES] = {"data", "input_ids", "numel"};
 static PyObject *names[NAMES];
 enum { RAISED = -1 };  /* `events.RAISED` */
 
-enum { REQUEST_TYPE, REQUEST_KEY, GET_CONTEXT, GET_SUPPRESSED };  /* items of `known` (`context_hooks.py`) */
+enum { REQUEST_TYPE, REQUEST_KEY, CONTEXT, SUPPRESSED };  /* items of `known` (`context_hooks.py`) */
 enum { COUNT_TOKENS, STAGE };  /* items of `details` of a tokenizer */
 
 static PyObject *find_request(CompiledHook *self)
 {
-    return find_current_request(PyTuple_GetItem(self->known, GET_CONTEXT), PyTuple_GetItem(self->known, REQUEST_KEY));
+    return find_current_request(PyTuple_GetItem(self->known, CONTEXT), PyTuple_GetItem(self->known, REQUEST_KEY));
 }
 
 /* ── the tokenizer call of a thread ────────────────────────────────────────────────────────────────────────── */
@@ -136,57 +133,14 @@ static PyObject *call_tokenizer(CompiledHook *self, PyObject *arguments, PyObjec
 static PyObject *give_work(CompiledHook *self, PyObject *arguments, PyObject *named)
 {
     PyObject *found = find_request(self);
-    int passes = found == Py_None && is_exactly(PyObject_CallNoArgs(PyTuple_GetItem(self->known, GET_SUPPRESSED)), Py_False);
+    int passes = found == Py_None && is_exactly(get_variable(PyTuple_GetItem(self->known, SUPPRESSED)), Py_False);
     Py_XDECREF(found);
     PyErr_Clear();
     return PyObject_Call(passes ? self->original : self->call_slowly, arguments, named);
-}
-
-/* ── queues ────────────────────────────────────────────────────────────────────────────────────────────────── */
-
-static int has_attribute(PyObject *queue, PyObject *name)
-{
-    PyObject *attributes = PyObject_GenericGetDict(queue, NULL);
-    int found = attributes != NULL && PyDict_Check(attributes) && PyDict_GetItemWithError(attributes, name) != NULL;
-    Py_XDECREF(attributes);
-    PyErr_Clear();
-    return found;
-}
-
-/* A function that puts an item. */
-static PyObject *put_item(CompiledHook *self, PyObject *arguments, PyObject *named)
-{
-    PyObject *found = find_request(self);
-    PyObject *queue = PyTuple_Size(arguments) > 0 ? PyTuple_GetItem(arguments, 0) : NULL;
-    int passes = found == Py_None || (queue != NULL && has_attribute(queue, names[LEFT_ALONE]));
-    Py_XDECREF(found);
-    PyErr_Clear();
-    return PyObject_Call(passes ? self->original : self->call_slowly, arguments, named);
-}
-
-/* A function that takes an item. Then `details(queue, item, is_taken)` is called, because the queue may have waited for the
- * first item of a request. */
-static PyObject *take_item(CompiledHook *self, PyObject *arguments, PyObject *named)
-{
-    PyObject *type = NULL, *exc = NULL, *traceback = NULL, *done = Py_None;
-    PyObject *item = PyObject_Call(self->original, arguments, named);
-    if (item == NULL) PyErr_Fetch(&type, &exc, &traceback);
-    PyObject *queue = PyTuple_Size(arguments) > 0 ? PyTuple_GetItem(arguments, 0) : NULL;
-    if (queue != NULL && is_alive(self) && has_attribute(queue, names[QUEUE_STATE])) {
-        done = PyObject_CallFunctionObjArgs(self->details, queue, item == NULL ? Py_None : item,
-                                            item == NULL ? Py_False : Py_True, NULL);
-        Py_XDECREF(done);
-    }
-    if (done == NULL) {  /* a signal handler raised */
-        Py_CLEAR(item);
-        drop_exception(type, exc, traceback);
-    } else if (item == NULL) PyErr_Restore(type, exc, traceback);
-    return item;
 }
 
 const HookPlace context_places[] = {
-    {"tokenizer", call_tokenizer}, {"work for a thread", give_work},   {"put into a queue", put_item},
-    {"take from a queue", take_item}, {NULL, NULL}};
+    {"tokenizer", call_tokenizer, NULL}, {"work for a thread", give_work, NULL}, {NULL, NULL, NULL}};
 
 int add_context_types(PyObject *module)
 {

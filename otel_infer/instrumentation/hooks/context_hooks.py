@@ -15,7 +15,7 @@ from otel_infer.tracing import context
 from otel_infer.tracing.request_span import REQUEST_KEY, RequestSpan
 
 _known = (
-    (RequestSpan, REQUEST_KEY, context.variable.get, torch_suppressed.get)
+    (RequestSpan, REQUEST_KEY, context.variable, torch_suppressed)
     if native is not None and context.variable is not None
     else None
 )
@@ -32,14 +32,27 @@ def compile_tokenizer(original: Function, hook: Hook, call: Function, count_toke
     return compile_hook("tokenizer", _known, original, hook, call, (count_tokens, events.TOKENIZE))
 
 
-def compile_queue_put(original: Function, hook: Hook, call: Function) -> Function:
-    """Returns a compiled form of `call`, which calls it only where a request is current and the queue is followed."""
-    return compile_hook("put into a queue", _known, original, hook, call)
+def compile_queue_put(
+    original: Function, hook: Hook, call: Function, states: dict[int, Any], state_type: type
+) -> Function:
+    """Returns a compiled form of `call`, which calls it only where a request puts an item whose queue has no state yet.
+
+    `states`: by id of a queue. `state_type`: the type of the state of a queue that is followed.
+    """
+    return compile_hook("put into a queue", _known, original, hook, call, (states, state_type))
 
 
-def compile_queue_take(original: Function, hook: Hook, call: Function, end_take: Function) -> Function:
-    """Returns a compiled form of `call`, which calls `end_take(queue, item, is_taken)` only for queues that are followed."""
-    return compile_hook("take from a queue", _known, original, hook, call, end_take)
+def compile_queue_take(
+    original: Function, hook: Hook, call: Function, states: dict[int, Any], state_type: type, *take: Function
+) -> Function:
+    """Returns a compiled form of `call`, which follows an item only if its queue is followed.
+
+    `take`: `take_for_worker(work, request, item_id)` for the first item of a batch, `end_take(state, item, is_taken)` for
+    all others.
+    """
+    take_for_worker, end_take = take
+    details = (states, state_type, end_take, take_for_worker, events.QUEUE_WAIT)
+    return compile_hook("take from a queue", _known, original, hook, call, details)
 
 
 class PythonTokenizerCall(threading.local):

@@ -26,17 +26,17 @@ static PyObject *names[NAMES];
 typedef struct {
     PyObject_HEAD
     PyTypeObject *request_type, *group_type, *sample_type;
-    PyObject *variable_get, *request_key, *packed_type, *adding, *engine, *operation, *request_id_key, *response_id_key;
+    PyObject *variable, *request_key, *packed_type, *adding, *engine, *operation, *request_id_key, *response_id_key;
     PyObject *remove_from_batch, *record_finish, *cancelled;
 } TransformersRequests;
 
 #define EACH_OF_REQUESTS(DO)                                                                                         \
-    DO(request_type) DO(group_type) DO(sample_type) DO(variable_get) DO(request_key) DO(packed_type) DO(adding)      \
+    DO(request_type) DO(group_type) DO(sample_type) DO(variable) DO(request_key) DO(packed_type) DO(adding)      \
     DO(engine) DO(operation) DO(request_id_key) DO(response_id_key) DO(remove_from_batch) DO(record_finish)          \
     DO(cancelled)
 DEFINE_REFERENCES(TransformersRequests, EACH_OF_REQUESTS)
 
-/* TransformersRequests(request_type, group_type, sample_type, variable.get, request_key, packed_type, adding, engine,
+/* TransformersRequests(request_type, group_type, sample_type, variable, request_key, packed_type, adding, engine,
  *                      operation, request_id_key, response_id_key, remove_from_batch, record_finish, cancelled) */
 static int init_requests(TransformersRequests *self, PyObject *arguments, PyObject *named)
 {
@@ -147,7 +147,7 @@ static RequestState *take_recorded(TransformersRequests *known, PyObject *found)
 /* Returns the current request as a new reference, None if there is none, NULL if Python code must find out. */
 static PyObject *find_current(TransformersRequests *known)
 {
-    PyObject *found = find_current_request(known->variable_get, known->request_key);
+    PyObject *found = find_current_request(known->variable, known->request_key);
     if (found == NULL || found == Py_None) return found;
     if (Py_TYPE(found) != known->request_type) Py_CLEAR(found);
     else if (((RequestState *)found)->ended) {

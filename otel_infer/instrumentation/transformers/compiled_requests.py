@@ -30,7 +30,7 @@ def _make_requests() -> Any:
         request_span.RequestSpan,
         SequenceGroup,
         DetokenizeSample,
-        context.variable.get,
+        context.variable,
         request_span.REQUEST_KEY,
         PackedHandle,
         adding,

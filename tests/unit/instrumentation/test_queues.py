@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import logging.handlers
 import queue
@@ -19,6 +20,7 @@ from opentelemetry import trace
 from otel_infer.assembly.records.request import RequestRecord
 from otel_infer.instrumentation import queues
 from otel_infer.instrumentation import threading as thread_hooks
+from otel_infer.instrumentation.queue_states import LeftAlone, find_state, leave_alone, states
 from otel_infer.ringbuffer import events
 from otel_infer.tracing import start
 from otel_infer.tracing.context import detach
@@ -234,7 +236,7 @@ def test_a_task_that_takes_over_an_item_works_for_it(recording: Recording) -> No
 
 def test_a_queue_left_alone_gives_a_worker_nothing(recording: Recording) -> None:
     async def worker(work: asyncio.Queue[Any]) -> None:
-        queues.leave_alone(work)
+        leave_alone(work)
         await work_one_by_one(work)
 
     assert asyncio.run(run_async(worker, "ab", pause_s=0.01)) == [[], []]
@@ -332,7 +334,7 @@ def test_a_queue_of_results_is_left_alone(recording: Recording) -> None:
     assert [tokens.get() for _ in range(5)] == list(range(5))
     thread.join()
     assert start.current_request() is request
-    assert tokens.otel_infer_state.entries == {}  # type: ignore[attr-defined]
+    assert find_state(tokens).entries == {}  # type: ignore[union-attr]
     request.close()
     assert stages_of(by_name(recording)["a"]) == ["forward"]
 
@@ -434,7 +436,7 @@ def test_queues_of_servers_pools_and_log_handlers_are_left_alone(recording: Reco
     thread = threading.Thread(target=records.get)
     thread.start()
     thread.join()
-    assert not hasattr(records, "otel_infer_state") and records.otel_infer_left_alone  # type: ignore[attr-defined]
+    assert type(find_state(records)) is LeftAlone
     request.close()
     assert stages_of(by_name(recording)["a"]) == []
 
@@ -444,9 +446,58 @@ def test_a_full_queue_keeps_its_own_exception(recording: Recording) -> None:
     request = open_request("a")
     request.attach()
     work.put(1)
-    with pytest.raises(queue.Full):
-        work.put(2, block=False)
-    assert len(work.otel_infer_state.entries) == 1  # type: ignore[attr-defined]
+    for _ in range(2):
+        with pytest.raises(queue.Full):
+            work.put(2, block=False)
+    assert len(find_state(work).entries) == 1  # type: ignore[union-attr]
+
+
+def test_a_freed_queue_leaves_no_state(recording: Recording) -> None:
+    put_for("a", queue.Queue())
+    known = set(states)
+    work: queue.Queue[Any] = queue.Queue()
+    put_for("b", work)
+    assert set(states) - known == {id(work)}
+    del work
+    gc.collect()
+    assert set(states) <= known
+
+
+@pytest.mark.parametrize("item", ["text", None, 7])
+def test_items_pass_unchanged_however_they_are_put_and_taken(recording: Recording, item: Any) -> None:
+    work: queue.Queue[Any] = queue.Queue(8)
+    request = open_request("a")
+    token = request.attach()
+    work.put(item)
+    work.put(item=item)
+    work.put(item, True, timeout=1)
+    queue.Queue.put(work, item, block=False)
+    work.put_nowait(item)
+    detach(token)
+    taken = [work.get(), work.get(block=True), work.get(timeout=1), queue.Queue.get(work), work.get_nowait()]
+    assert all(each is item for each in taken) and work.empty()
+    with pytest.raises(queue.Empty):
+        work.get(block=False)
+    with pytest.raises(TypeError, match="missing 1 required positional argument"):
+        work.put()  # type: ignore[call-arg]
+    assert start.current_request() is request and find_state(work).entries == {}  # type: ignore[union-attr]
+
+
+def test_each_batch_of_a_worker_has_its_requests_and_their_spans(recording: Recording) -> None:
+    """The span of the request that was worked for ends with it; no request is current in a worker that has several."""
+    work: queue.Queue[Any] = queue.Queue()
+    first, second, third = (put_for(name, work) for name in "abc")
+    work.get()
+    assert call_model() == ["a"] and trace.get_current_span() is first
+    work.get()
+    assert trace.get_current_span() is second
+    work.get()
+    assert trace.get_current_span() is trace.INVALID_SPAN
+    assert call_model() == ["b", "c"]
+    for request in (first, second, third):
+        request.close()
+    waits = {name: next(stage.name for stage in record.stages) for name, record in by_name(recording).items()}
+    assert waits == dict.fromkeys("abc", events.QUEUE_WAIT)
 
 
 def test_item_that_a_dispatcher_passes_on_stays_its_request_s(recording: Recording) -> None:
