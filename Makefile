@@ -14,7 +14,7 @@ export PIP_NO_BINARY := urllib3-future
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all test-pythons test-oldest test-vllm test-servers test-stack battery fuzz browser tools bench bench-peers bench-vllm bench-whole bench-whole-vllm bench-servers lint format wheel clean
+.PHONY: help demo test test-all test-pythons test-oldest test-vllm test-servers test-stack battery fuzz browser tools bench bench-peers bench-vllm bench-whole bench-whole-vllm bench-whole-servers bench-servers lint format wheel clean
 
 help:  ## this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -126,6 +126,9 @@ bench-whole: $(VENV)/.bench  ## what a whole server loses, hooks switched while 
 bench-whole-vllm: $(VENV)-vllm/.bench  ## the same for vLLM on the CPU, two loads
 	$(VENV)-vllm/bin/python -m benchmarks --only whole $(ARGS)
 
+bench-whole-servers: $(VENV)-servers/.bench  ## the same for Flask under gunicorn, grpc.aio and LitServe
+	$(VENV)-servers/bin/python -m benchmarks --only whole $(ARGS)
+
 bench-servers: $(VENV)-servers/.dev  ## client against trace on twelve servers, and a Flask and a gRPC request beside OpenTelemetry's instrumentations
 	$(VENV)-servers/bin/python -m benchmarks --only entrances server_truth $(ARGS)
 
@@ -199,6 +202,11 @@ $(OVER_SERVERS:%=$(VENV)-servers-%/.dev): $(VENV)-servers-%/.dev: $(VENV)-server
 $(VENV)/.bench: pyproject.toml $(VENV)/.dev
 	@echo "installing what the benchmarks need"
 	@$(PIP) -e ".[demo,igzip,dev,bench]"
+	@touch $@
+
+$(VENV)-servers/.bench: $(VENV)-servers/.dev
+	@echo "installing py-spy"
+	@$(VENV)-servers/bin/python -m pip install -qq -e ".[bench]"
 	@touch $@
 
 # ddtrace changes what is installed, so it lies apart and is found by nobody but who is started with it.

@@ -2,7 +2,7 @@
 
     python -m benchmarks.whole_results        then `python scripts/generate_docs.py`, which makes the table of docs/operate/cost.md
 
-`make bench-whole` and `make bench-whole-vllm` measure them. Results that are not complete, or that were measured with other
+`make bench-whole`, `make bench-whole-vllm` and `make bench-whole-servers` measure them. Results that are not complete, or that were measured with other
 source code, are named and left out. Exit status 1 if there is none.
 """
 
@@ -36,7 +36,7 @@ def main() -> int:
 def collect_results(folder: Path, source: str) -> tuple[list[dict[str, Any]], list[str]]:
     """Returns the rows of each server that was measured with this source code, and the names of the others."""
     entries, missing = [], []
-    for served in (*servers.list_other_servers(), *servers.list_vllm_servers()):
+    for served in servers.list_all_servers():
         result = measurement.load_result(folder / f"{served.name}.json", source)
         if not result.is_complete:
             missing.append(served.name)

@@ -3,7 +3,7 @@
 python -m benchmarks.whole.client PORT KIND NUMBER OPTIONS
 
 `streams`: NUMBER closed loops read streamed completions. `requests`: NUMBER requests per second, each at a random
-time of its turn, whether or not earlier ones were answered. Each line on standard input is a file, to which the measurements since the
+time of its turn, whether or not earlier ones were answered; `calls`: the same by gRPC. Each line on standard input is a file, to which the measurements since the
 last line are written, or `drop`. Each is answered by a line. The process ends with its standard input.
 """
 
@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 from array import array
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import numpy as np
@@ -125,18 +126,43 @@ class KeptConnections:
         head = await reader.readuntil(b"\r\n\r\n")
         length = int(head.lower().partition(b"content-length:")[2].split(b"\r\n", 1)[0])
         await reader.readexactly(length)
-        self._idle.append(connection)
+        if b"connection: close" in head.lower():
+            writer.close()
+        else:
+            self._idle.append(connection)
         return b" 200 " in head[:16]
 
 
 async def run_requests(port: int, number: int, options: dict[str, Any], measured: Measurements) -> None:
     """Sends `number` requests per second, however late the answers are."""
-    connections = KeptConnections(port, options["path"])
+    await send_at_rate(KeptConnections(port, options["path"]).send, number, measured)
+
+
+async def run_calls(port: int, number: int, options: dict[str, Any], measured: Measurements) -> None:
+    """Makes `number` gRPC calls per second, as `run_requests`."""
+    import grpc
+
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        call = channel.unary_unary(options["path"])
+
+        async def send(request: dict[str, Any]) -> bool:
+            try:
+                return bool(await call(json.dumps(request).encode()))
+            except grpc.RpcError:
+                return False
+
+        await send_at_rate(send, number, measured)
+
+
+async def send_at_rate(
+    send_request: Callable[[dict[str, Any]], Awaitable[bool]], number: int, measured: Measurements
+) -> None:
+    """Sends `number` requests per second. `send_request`: returns whether the answer is a success."""
     sending: set[asyncio.Task[None]] = set()
 
     async def send(text: str, due: float) -> None:
         try:
-            measured.errors += not await connections.send({"text": text})
+            measured.errors += not await send_request({"text": text})
         except (OSError, asyncio.IncompleteReadError):
             measured.errors += 1
         measured.columns["firsts"].append(time.perf_counter() - due)
@@ -150,7 +176,7 @@ async def run_requests(port: int, number: int, options: dict[str, Any], measured
         task.add_done_callback(sending.discard)
 
 
-KINDS = {"streams": run_streams, "requests": run_requests}
+KINDS = {"streams": run_streams, "requests": run_requests, "calls": run_calls}
 
 
 def main(port: int, kind: str, number: int, options: dict[str, Any]) -> None:

@@ -115,9 +115,10 @@ def start_server(served: ServedLoad, model: Path) -> Iterator[tuple[SwitchedServ
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         receiver = stack.enter_context(Receiver())
         command = [part.replace("{model}", str(model)) for part in served.command]
-        server = SwitchedServer(command, folder, receiver.endpoint, served.variables)
+        variables = {name: text.replace("{model}", str(model)) for name, text in served.variables.items()}
+        server = SwitchedServer(command, folder, receiver.endpoint, variables)
         stack.callback(server.close)
-        server.wait_until_ready()
+        server.wait_until_ready(served.health)
         yield server, folder
 
 

@@ -5,15 +5,12 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 TOKENS = 96
-GENERATE, BATCHER, CLASSIFIER = (
-    "benchmarks.whole.programs.generate",
-    "benchmarks.whole.programs.batcher",
-    "benchmarks.whole.programs.classifier",
-)
+PROGRAMS = "benchmarks.whole.programs"
 ON_CPU = "--device cpu --cb-num-blocks 256 --cb-max-batch-tokens 512"
 CHAT = "/v1/chat/completions"
 DECODE_ONLY = json.dumps({"kv_connector": "DecodeBenchConnector", "kv_role": "kv_both"})
@@ -34,6 +31,8 @@ class ServedLoad:
     variables: dict[str, str] = field(default_factory=dict)
     is_cpu_gated: bool = False
     sample_rate: int = 25
+    health: str = "/health"
+    """Empty: the server is ready once it accepts connections."""
 
     @property
     def unit(self) -> str:
@@ -42,8 +41,15 @@ class ServedLoad:
 
 
 def list_servers() -> list[ServedLoad]:
-    """Returns the servers that this Python environment can run: vLLM's where vLLM is installed, else the others."""
-    return list_vllm_servers() if importlib.util.find_spec("vllm") else list_other_servers()
+    """Returns the servers that this Python environment can run."""
+    if importlib.util.find_spec("vllm"):
+        return list_vllm_servers()
+    return list_classifiers() if importlib.util.find_spec("litserve") else list_other_servers()
+
+
+def list_all_servers() -> list[ServedLoad]:
+    """Returns the servers of all environments."""
+    return [*list_other_servers(), *list_classifiers(), *list_vllm_servers()]
 
 
 def list_vllm_servers() -> list[ServedLoad]:
@@ -56,9 +62,23 @@ def list_other_servers() -> list[ServedLoad]:
     return [
         *(serve_transformers(number) for number in (1, 8, 32, 128)),
         *(_serve_generate(number) for number in (1, 4)),
-        _serve_requests("batcher", "a hand-made batcher", BATCHER, 200),
-        _serve_requests("forward", "FastAPI + forward", CLASSIFIER, 100),
+        _serve_requests("batcher", "a hand-made batcher", _run_program("batcher"), 200),
+        _serve_requests("forward", "FastAPI + forward", _run_program("classifier"), 100),
     ]
+
+
+def list_classifiers() -> list[ServedLoad]:
+    """Returns the servers that need the libraries of `make test-servers`."""
+    gunicorn = f"-m gunicorn -b 127.0.0.1:{{port}} -w 2 {PROGRAMS}.flask_classifier:app"
+    return [
+        _serve_requests("flask-gunicorn", "Flask under gunicorn, 2 workers", gunicorn.split(), 100),
+        _serve_requests("grpc-aio", "grpc.aio", _run_program("grpc_classifier"), 100, is_grpc=True),
+        _serve_requests("litserve", "LitServe, batches", _run_program("litserve_classifier"), 100),
+    ]
+
+
+def _run_program(name: str) -> tuple[str, ...]:
+    return "-m", f"{PROGRAMS}.{name}", "{port}"
 
 
 def _stream_options(**changes: Any) -> dict[str, Any]:
@@ -89,7 +109,7 @@ def _serve_generate(number: int) -> ServedLoad:
     return ServedLoad(
         f"generate-{number}",
         f"FastAPI + generate + streamer, {_name_streams(number)}",
-        (sys.executable, "-m", GENERATE, "{port}", "{model}"),
+        (sys.executable, *_run_program("generate"), "{model}"),
         "streams",
         number,
         _stream_options(),
@@ -114,14 +134,19 @@ def _serve_vllm(number: int) -> ServedLoad:
     )
 
 
-def _serve_requests(name: str, title: str, module: str, rate: int) -> ServedLoad:
+def _serve_requests(
+    name: str, title: str, arguments: Sequence[str], rate: int, is_grpc: bool = False
+) -> ServedLoad:
+    """Returns a classifier with so many requests per second. `arguments`: of the interpreter."""
     return ServedLoad(
         name,
         f"{title}, {rate} requests/s",
-        (sys.executable, "-m", module, "{port}", "{model}"),
-        "requests",
+        (sys.executable, *arguments),
+        "calls" if is_grpc else "requests",
         rate,
-        {"path": "/classify"},
+        {"path": "/classes.Classes/Classify" if is_grpc else "/classify"},
+        {"MODEL": "{model}"},
         is_cpu_gated=True,
         sample_rate=100,
+        health="" if is_grpc else "/health",
     )

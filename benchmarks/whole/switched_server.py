@@ -18,6 +18,8 @@ from benchmarks import machine
 
 SITE = Path(__file__).with_name("site")
 SIDECAR = "otel_infer.sidecar"
+SWITCH = signal.SIGRTMIN + 1
+"""The signal of `site/sitecustomize.py`: servers such as gunicorn use SIGUSR1 and SIGUSR2 themselves."""
 START_S, SWITCH_S, STOP_S = 300.0, 20.0, 20.0
 VARIABLES = {
     "HF_HUB_OFFLINE": "1",
@@ -67,12 +69,16 @@ class SwitchedServer:
                 start_new_session=True,
             )
 
-    def wait_until_ready(self) -> None:
-        """Waits for the first successful response to /health. Raises RuntimeError with the log if there is none."""
+    def wait_until_ready(self, health: str = "/health") -> None:
+        """Waits for the first successful response to this path; for a connection, if it is empty. Raises RuntimeError with
+        the log if there is none."""
         deadline = time.monotonic() + START_S
         while time.monotonic() < deadline and self._supervisor.poll() is None:
             with contextlib.suppress(OSError):
-                urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=2).close()
+                if health:
+                    urllib.request.urlopen(f"http://127.0.0.1:{self.port}{health}", timeout=2).close()
+                else:
+                    socket.create_connection(("127.0.0.1", self.port), 2).close()
                 return
             time.sleep(0.2)
         raise RuntimeError(f"the server was not ready in time:\n{self.read_log()}")
@@ -104,7 +110,7 @@ class SwitchedServer:
             raise RuntimeError(f"a process does not listen: {deaf}")
         (self.states / "wanted").write_text(state)
         for pid in pids:
-            os.kill(pid, signal.SIGUSR1)
+            os.kill(pid, SWITCH)
         deadline = time.monotonic() + SWITCH_S
         for pid, known in before.items():
             while (now := self._read_state(pid)) is None or now[:2] != (known.obeyed + 1, state):

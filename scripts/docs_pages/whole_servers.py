@@ -26,8 +26,9 @@ NO_RESULTS = """\
 There is no table yet, because no result of the present code is committed. These commands make it:
 
 ```sh
-make bench-whole                          # each server that needs no vLLM
+make bench-whole                          # transformers, FastAPI, a batcher
 make bench-whole-vllm                     # vLLM
+make bench-whole-servers                  # Flask under gunicorn, grpc.aio, LitServe
 python -m benchmarks.whole_results        # benchmarks/results/whole.json, from what was measured
 python scripts/generate_docs.py           # this table
 ```
@@ -42,7 +43,7 @@ def build_whole_section(results: Path = RESULTS) -> str:
     parts = []
     for server, group in groupby(saved["servers"], key=lambda entry: entry["title"].rpartition(", ")[0]):
         parts.append(_build_table(server, list(group)))
-    known = {served.name for served in (*servers.list_other_servers(), *servers.list_vllm_servers())}
+    known = {served.name for served in servers.list_all_servers()}
     absent = sorted(known - {entry["name"] for entry in saved["servers"]})
     if absent:
         parts.append(f"Not measured with this code: {', '.join(f'`{name}`' for name in absent)}.\n")

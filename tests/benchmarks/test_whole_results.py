@@ -88,7 +88,7 @@ def test_what_is_not_conclusive_is_no_pass(tmp_path: Path) -> None:
 
 def test_servers_without_a_result_are_named(tmp_path: Path) -> None:
     section = whole_servers.build_whole_section(write_results(tmp_path, {STREAMS: make_result(1.0)}))
-    assert "Not measured with this code: `batcher`, `forward`, `generate-1`" in section
+    assert "Not measured with this code: `batcher`, `flask-gunicorn`, `forward`, `generate-1`" in section
 
 
 def test_a_line_without_a_column_is_an_error(tmp_path: Path) -> None:

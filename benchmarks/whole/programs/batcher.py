@@ -8,30 +8,13 @@ import sys
 from collections.abc import AsyncIterator
 from typing import Any
 
-import torch
 import uvicorn
 from fastapi import FastAPI
-from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification
+
+from benchmarks.whole.programs.bert import classify_texts
 
 MAX_ITEMS, WAIT_S = 16, 0.010
-tokenizer = AutoTokenizer.from_pretrained(sys.argv[2])
-config = BertConfig(
-    vocab_size=len(tokenizer),
-    hidden_size=64,
-    num_hidden_layers=6,  # as in DistilBERT and MiniLM-L6; narrow, so that the host's work prevails
-    num_attention_heads=2,
-    intermediate_size=128,
-)
-classifier = BertForSequenceClassification(config).eval()
 items: asyncio.Queue[tuple[str, asyncio.Future[int]]] = asyncio.Queue()
-
-
-def classify_texts(texts: list[str]) -> list[int]:
-    """Returns the classes of several texts."""
-    inputs = tokenizer(texts, return_tensors="pt", padding=True, return_token_type_ids=False)
-    with torch.inference_mode():
-        labels: list[int] = classifier(**inputs).logits.argmax(-1).tolist()
-    return labels
 
 
 async def run_batches() -> None:

@@ -8,18 +8,10 @@ from typing import Any
 import torch
 import uvicorn
 from fastapi import FastAPI
-from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification
+
+from benchmarks.whole.programs.bert import classifier, tokenizer
 
 app = FastAPI()
-tokenizer = AutoTokenizer.from_pretrained(sys.argv[2])
-config = BertConfig(
-    vocab_size=len(tokenizer),
-    hidden_size=64,
-    num_hidden_layers=6,  # as in DistilBERT and MiniLM-L6; narrow, so that the host's work prevails
-    num_attention_heads=2,
-    intermediate_size=128,
-)
-classifier = BertForSequenceClassification(config).eval()
 
 
 @app.post("/classify")

@@ -1,4 +1,4 @@
-"""Installs and removes the hooks of a server's process at the signal SIGUSR1.
+"""Installs and removes the hooks of a server's process at the signal SIGRTMIN+1, which no server uses itself.
 
 This folder is on PYTHONPATH of a measured server, so every Python process of it runs this file at its start. The file
 `wanted` in the folder that `WHOLE_STATES` names has the wanted state: `on`, `off`, or `unmarked`, which has hooks and no marks on a
@@ -57,7 +57,7 @@ def _switch_marks(is_on: bool) -> None:
 def _listen() -> None:
     if "OTEL_INFER_SIDECAR" in os.environ or threading.current_thread() is not threading.main_thread():
         return
-    signal.signal(signal.SIGUSR1, _switch_hooks)
+    signal.signal(signal.SIGRTMIN + 1, _switch_hooks)
     _write_state("on")
     os.register_at_fork(after_in_child=lambda: _write_state("on"))
 
