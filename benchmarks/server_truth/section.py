@@ -14,7 +14,7 @@ import numpy as np
 
 from benchmarks.battery.draw import ROOT, VARIABLES, stop_server
 from benchmarks.server_truth.client import send_requests
-from benchmarks.server_truth.servers import SERVERS, TruthServer
+from benchmarks.server_truth.servers import SERVERS, TruthServer, list_names
 from benchmarks.truth import Lateness, compare_percentile
 from benchmarks.verdict import Gate, Line, make_exact, make_line
 from benchmarks.whole.switched_server import find_free_port
@@ -30,9 +30,9 @@ READY_S = 60.0
 
 
 def measure(quick: bool, servers: list[str]) -> list[Line]:
-    """Returns the rows of these servers; of all, if none is named."""
+    """Returns the rows of these servers; of all that can run here, if none is named."""
     lines: list[Line] = []
-    for name in servers or SERVERS:
+    for name in servers or list_names():
         print(f"  {name} …", file=sys.stderr, flush=True)
         lines += _compare_latencies(SERVERS[name], 64 if quick else REQUESTS)
         lines += _compare_stages(SERVERS[name], 5 if quick else DELAYED_REQUESTS)
@@ -55,7 +55,7 @@ def _serve(
             try:
                 if not _wait_until_open(port, process):
                     raise RuntimeError(f"{server.title}: {(folder / 'server.log').read_text()[-2000:]}")
-                send_requests(server, port, 2 * concurrency, concurrency)  # the first ones are slower
+                _warm_up(server, port, concurrency)
                 with Lateness() as lateness:
                     clients = send_requests(server, port, requests, concurrency)
             finally:
@@ -75,6 +75,19 @@ def _wait_until_open(port: int, process: subprocess.Popen[bytes]) -> bool:
                 return True
         time.sleep(0.1)
     return False
+
+
+def _warm_up(server: TruthServer, port: int, concurrency: int) -> None:
+    """Sends requests, of which the first ones are slower. A model may be loaded after its server accepts connections."""
+    until = time.monotonic() + READY_S
+    while True:
+        try:
+            send_requests(server, port, 2 * concurrency, concurrency)
+            return
+        except (OSError, EOFError, RuntimeError):
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.5)
 
 
 # ── latencies ────────────────────────────────────────────────────────────────────────────────────────────────────────

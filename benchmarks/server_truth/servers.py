@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from typing import NamedTuple
 
@@ -11,12 +12,18 @@ BATCH = ("queue wait", "batch wait", *CALL)
 
 
 class TruthServer(NamedTuple):
-    """A server. `arguments`: of the interpreter, with `{port}`. `stages`: that can be delayed, as `work.add_delay` names them."""
+    """A server. `arguments`: of the interpreter, with `{port}`. `stages`: that can be delayed, as `work.add_delay` names them.
+
+    `path`, `body`: of a request. `library`: which only the environment of its own has; empty = that of `make test-servers`.
+    """
 
     title: str
     arguments: tuple[str, ...]
     stages: tuple[str, ...] = CALL
     is_grpc: bool = False
+    path: str = "/classify"
+    body: bytes = b'{"text": "a text"}'
+    library: str = ""
 
     def make_command(self, port: int) -> list[str]:
         """Returns the command."""
@@ -27,8 +34,16 @@ def _module(name: str, *more: str) -> tuple[str, ...]:
     return "-m", f"{PROGRAMS}.{name}", "{port}", *more
 
 
-def _gunicorn(*options: str) -> tuple[str, ...]:
-    return "-m", "gunicorn", "-b", "127.0.0.1:{port}", *options, f"{PROGRAMS}.flask_app:app"
+def _gunicorn(*options: str, app: str = "flask_app:app") -> tuple[str, ...]:
+    return "-m", "gunicorn", "-b", "127.0.0.1:{port}", *options, f"{PROGRAMS}.{app}"
+
+
+def _uvicorn(app: str) -> tuple[str, ...]:
+    return "-m", "uvicorn", "--port", "{port}", "--log-level", "warning", f"{PROGRAMS}.{app}"
+
+
+_BENTOML = ("-m", "bentoml", "serve", "--host", "127.0.0.1", "--port", "{port}")
+_V2_BODY = b'{"inputs": [{"name": "rows", "shape": [1, 1], "datatype": "FP32", "data": [1.0]}]}'
 
 
 SERVERS = {
@@ -38,6 +53,10 @@ SERVERS = {
     "waitress": TruthServer(
         "Flask, waitress", ("-m", "waitress", "--listen", "127.0.0.1:{port}", f"{PROGRAMS}.flask_app:app")
     ),
+    "django": TruthServer("Django, gunicorn gthread", _gunicorn("--threads", "4", app="django_app:wsgi")),
+    "django-asgi": TruthServer("Django, uvicorn", _uvicorn("django_app:asgi")),
+    "falcon": TruthServer("Falcon, gunicorn gthread", _gunicorn("--threads", "4", app="falcon_app:app")),
+    "litestar": TruthServer("Litestar", _uvicorn("litestar_app:app")),
     "aiohttp": TruthServer("aiohttp", _module("aiohttp_app")),
     "tornado": TruthServer("Tornado, model on the event loop", _module("tornado_app")),
     "sanic": TruthServer("Sanic", _module("sanic_app")),
@@ -45,6 +64,37 @@ SERVERS = {
     "grpc-aio": TruthServer("gRPC, asyncio", _module("grpc_app", "aio"), CALL, True),
     "async-batcher": TruthServer("FastAPI, hand-made batcher", _module("async_batcher_app"), BATCH),
     "thread-batcher": TruthServer("Flask, batching thread", _module("thread_batcher_app"), BATCH),
-    "litserve": TruthServer("LitServe, batched", _module("litserve_app"), ("forward", "postprocess")),
+    "litserve": TruthServer("LitServe, batched", _module("litserve_app")),
+    "bentoml": TruthServer(
+        "BentoML, batched",
+        (*_BENTOML, f"{PROGRAMS}.bentoml_app:Classes"),
+        ("forward",),
+        body=b'{"texts": ["a text"]}',
+    ),
+    "mlserver": TruthServer(
+        "MLServer, batched",
+        _module("mlserver_app"),
+        ("batch wait", "forward"),
+        path="/v2/models/classes/infer",
+        body=_V2_BODY,
+        library="mlserver",
+    ),
+    "kserve": TruthServer(
+        "KServe",
+        _module("kserve_app"),
+        ("forward",),
+        path="/v1/models/classes:predict",
+        body=b'{"instances": [[1.0]]}',
+        library="kserve",
+    ),
 }
 """By name."""
+
+
+def list_names() -> list[str]:
+    """Returns the servers that this Python environment can run."""
+    return [
+        name
+        for name, server in SERVERS.items()
+        if not server.library or importlib.util.find_spec(server.library)
+    ]
