@@ -29,6 +29,7 @@ BUILTIN = {
     "ray": "ray",
     "mlserver": "mlserver",
     "kserve": "kserve",
+    "pytriton": "pytriton",
     "celery": "celery",
     "rq": "rq",
     "arq": "arq",

@@ -17,7 +17,6 @@ class UnseenLibrary(NamedTuple):
 
 _MODELS = "its models have no stage: put `otel_infer.stage` around their calls"
 UNSEEN_LIBRARIES = (
-    UnseenLibrary("pytriton", "its requests are not seen: open them by `otel_infer.request`"),
     UnseenLibrary("sglang", "its engine is not followed: HTTP requests only"),
     UnseenLibrary("llama_cpp", "its engine is not followed: HTTP requests only"),
     UnseenLibrary("onnxruntime", _MODELS),

@@ -1,0 +1,96 @@
+"""PyTriton: a classifier without and with dynamic batching, and a stream. `python -m tests.servers.apps.pytriton_app PORT`.
+
+Variables: `GRPC_PORT`, and `PYTRITON_TRITON_CONFIG_…` for further settings of Triton.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from pytriton.decorators import batch
+from pytriton.model_config import DynamicBatcher, ModelConfig, Tensor
+from pytriton.triton import Triton, TritonConfig
+
+from tests.servers.apps.scorer import CHUNKS, Scorer
+from tests.servers.apps.scorer import PAUSE_S as CHUNK_S
+from tests.support.served import free_port
+
+BATCH_SIZE, QUEUE_DELAY_US = 4, 100_000
+PAUSE_S = 0.02
+"""Of the function without torch."""
+INPUTS = [Tensor(name="rows", dtype=np.float32, shape=(16,))]
+OUTPUTS = [Tensor(name="scores", dtype=np.float32, shape=(1,))]
+
+scorer = Scorer().eval()
+CALLS = Path(os.environ["CALLS"]) if "CALLS" in os.environ else None
+"""A file that gets a line with each call of a function, and the parameters of its requests."""
+
+
+def note_call(name: str, requests: Any = ()) -> None:
+    if CALLS is not None:
+        with CALLS.open("a") as calls:
+            calls.write(f"{name} {[request.parameters for request in requests]}\n")
+
+
+def score(rows: Any) -> Any:
+    if (rows < 0).any():
+        raise ValueError("a negative row")
+    with torch.inference_mode():
+        return scorer(torch.from_numpy(np.array(rows))).sum(dim=1, keepdim=True).numpy()
+
+
+@batch
+def infer(rows: Any) -> dict[str, Any]:
+    note_call("infer")
+    return {"scores": score(rows)}
+
+
+def double(requests: list[Any]) -> list[dict[str, Any]]:
+    """Uses no torch."""
+    note_call("double", requests)
+    time.sleep(PAUSE_S)
+    return [{"scores": request["rows"][:, :1] * 2} for request in requests]
+
+
+@batch
+def misfit(rows: Any) -> dict[str, Any]:
+    """Returns what PyTriton refuses."""
+    return {"scores": rows[:0]}
+
+
+@batch
+def stream(rows: Any) -> Iterator[dict[str, Any]]:
+    for _ in range(CHUNKS):
+        yield {"scores": score(rows)}
+        time.sleep(CHUNK_S)
+
+
+def main(port: int) -> None:
+    config = TritonConfig(
+        http_address="127.0.0.1", http_port=port, grpc_address="127.0.0.1", grpc_port=int(os.environ["GRPC_PORT"]),
+        metrics_address="127.0.0.1", metrics_port=free_port(),
+    )  # fmt: skip
+    batcher = DynamicBatcher(max_queue_delay_microseconds=QUEUE_DELAY_US)
+    models: dict[str, tuple[Any, ModelConfig]] = {
+        "single": (infer, ModelConfig(max_batch_size=BATCH_SIZE)),
+        "batched": (infer, ModelConfig(max_batch_size=BATCH_SIZE, batcher=batcher)),
+        "double": (double, ModelConfig(max_batch_size=BATCH_SIZE)),
+        "misfit": (misfit, ModelConfig(max_batch_size=BATCH_SIZE)),
+        "stream": (stream, ModelConfig(max_batch_size=BATCH_SIZE, decoupled=True)),
+    }
+    with Triton(config=config) as triton:
+        for name, (function, model_config) in models.items():
+            triton.bind(name, function, inputs=INPUTS, outputs=OUTPUTS, config=model_config)
+        print("ready", flush=True)
+        triton.serve()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
