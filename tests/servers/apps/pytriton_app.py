@@ -72,10 +72,19 @@ def stream(rows: Any) -> Iterator[dict[str, Any]]:
         time.sleep(CHUNK_S)
 
 
+def make_trace_config() -> list[str] | None:
+    """Returns the settings of Triton's own tracing, and of PyTriton's; None = off."""
+    url = os.environ.get("TRACE_URL")
+    if url is None:
+        return None
+    settings = "opentelemetry,url={url}", "opentelemetry,resource=service.name=triton", "opentelemetry,bsp_schedule_delay=200"
+    return ["rate=1", "level=TIMESTAMPS", "mode=opentelemetry", *[each.format(url=url) for each in settings]]
+
+
 def main(port: int) -> None:
     config = TritonConfig(
         http_address="127.0.0.1", http_port=port, grpc_address="127.0.0.1", grpc_port=int(os.environ["GRPC_PORT"]),
-        metrics_address="127.0.0.1", metrics_port=free_port(),
+        metrics_address="127.0.0.1", metrics_port=free_port(), trace_config=make_trace_config(),
     )  # fmt: skip
     batcher = DynamicBatcher(max_queue_delay_microseconds=QUEUE_DELAY_US)
     models: dict[str, tuple[Any, ModelConfig]] = {
