@@ -106,7 +106,8 @@ class InferenceBatch:
         self.error: BaseException | None = None
 
     def open_requests(self, model: str, payloads: Iterable[Any], hook: Hook) -> None:
-        self.exchanges = [ModelExchange(model, payload, hook, self.arrived_at) for payload in payloads]
+        for payload in payloads:
+            self.exchanges.append(ModelExchange(model, payload, hook, self.arrived_at))
         self.put_at = _clock.now()
 
     def list_requests(self) -> list[RequestSpan]:
@@ -256,15 +257,20 @@ def _patch_run(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     def run_inference(self: Any, scope: Any, requests: Any) -> Any:
         if hook.alive:
             try:
-                config, batch = self._validator._model_config, scope.get(SCOPE_KEY)
-                if batch is not None:
-                    batch.open_requests(config.model_name, requests, hook)
-                _hide_headers(config, requests)
+                _open_requests(self._validator._model_config, scope.get(SCOPE_KEY), requests, hook)
             except Exception as exc:
                 hook.count_failure(exc)
         return original(self, scope, requests)
 
     return run_inference
+
+
+def _open_requests(config: Any, batch: InferenceBatch | None, payloads: Any, hook: Hook) -> None:
+    try:
+        if batch is not None:
+            batch.open_requests(config.model_name, payloads, hook)
+    finally:
+        _hide_headers(config, payloads)
 
 
 @instrumentor.patch_hot_path(

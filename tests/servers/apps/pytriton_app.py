@@ -1,6 +1,7 @@
 """PyTriton: a classifier without and with dynamic batching, and a stream. `python -m tests.servers.apps.pytriton_app PORT`.
 
-Variables: `GRPC_PORT`, and `PYTRITON_TRITON_CONFIG_…` for further settings of Triton.
+Variables: `GRPC_PORT`; `MODELS`, those that are served; `CALLS`, a file that gets a line with each call of a function; `TRACE_URL`,
+where Triton's own tracing sends its spans; `PYTRITON_TRITON_CONFIG_…`, further settings of Triton.
 """
 
 from __future__ import annotations
@@ -30,13 +31,12 @@ OUTPUTS = [Tensor(name="scores", dtype=np.float32, shape=(1,))]
 
 scorer = Scorer().eval()
 CALLS = Path(os.environ["CALLS"]) if "CALLS" in os.environ else None
-"""A file that gets a line with each call of a function, and the parameters of its requests."""
 
 
-def note_call(name: str, requests: Any = ()) -> None:
+def note_call(*values: Any) -> None:
     if CALLS is not None:
         with CALLS.open("a") as calls:
-            calls.write(f"{name} {[request.parameters for request in requests]}\n")
+            print(*values, file=calls)
 
 
 def score(rows: Any) -> Any:
@@ -54,7 +54,7 @@ def infer(rows: Any) -> dict[str, Any]:
 
 def double(requests: list[Any]) -> list[dict[str, Any]]:
     """Uses no torch."""
-    note_call("double", requests)
+    note_call("double", *[request.parameters for request in requests])
     time.sleep(PAUSE_S)
     return [{"scores": request["rows"][:, :1] * 2} for request in requests]
 
@@ -77,7 +77,11 @@ def make_trace_config() -> list[str] | None:
     url = os.environ.get("TRACE_URL")
     if url is None:
         return None
-    settings = "opentelemetry,url={url}", "opentelemetry,resource=service.name=triton", "opentelemetry,bsp_schedule_delay=200"
+    settings = (
+        "opentelemetry,url={url}",
+        "opentelemetry,resource=service.name=triton",
+        "opentelemetry,bsp_schedule_delay=200",
+    )
     return ["rate=1", "level=TIMESTAMPS", "mode=opentelemetry", *[each.format(url=url) for each in settings]]
 
 
@@ -95,9 +99,9 @@ def main(port: int) -> None:
         "stream": (stream, ModelConfig(max_batch_size=BATCH_SIZE, decoupled=True)),
     }
     with Triton(config=config) as triton:
-        for name, (function, model_config) in models.items():
+        for name in os.environ.get("MODELS", " ".join(models)).split():
+            function, model_config = models[name]
             triton.bind(name, function, inputs=INPUTS, outputs=OUTPUTS, config=model_config)
-        print("ready", flush=True)
         triton.serve()
 
 
