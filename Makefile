@@ -42,15 +42,22 @@ endif
 
 # Libraries whose pins conflict with the other servers': each has an environment on top of theirs, and a file of tests.
 OVER_SERVERS := mlserver kserve
+# Triton's Python stub loads the system's libpython3.11, and needs the standard library of the same build.
+TRITON_PYTHON := /usr/bin/python3.11
+HAS_TRITON_PYTHON := $(and $(wildcard $(TRITON_PYTHON)),$(wildcard /usr/lib/*/libpython3.11.so.1.0))
+BESIDE_SERVERS := $(OVER_SERVERS) $(if $(HAS_TRITON_PYTHON),pytriton)
 
-test-servers: $(VENV)-servers/.dev $(OVER_SERVERS:%=$(VENV)-servers-%/.dev)  ## Flask, Django, aiohttp, Tornado, Sanic, gRPC, Celery …, each on its real server, in environments of their own
+test-servers: $(VENV)-servers/.dev $(BESIDE_SERVERS:%=$(VENV)-servers-%/.dev)  ## Flask, Django, aiohttp, Tornado, Sanic, gRPC, Celery …, each on its real server, in environments of their own
+ifeq ($(HAS_TRITON_PYTHON),)
+	@echo "skipped: tests/servers/test_pytriton.py, because $(TRITON_PYTHON) with its libpython3.11.so is not here"
+endif
 ifeq ($(strip $(ARGS)),)
 	$(VENV)-servers/bin/python -m pytest $(TWO) tests/servers; failed=$$?; \
-	for name in $(OVER_SERVERS); do \
+	for name in $(BESIDE_SERVERS); do \
 	  $(VENV)-servers-$$name/bin/python -m pytest tests/servers/test_$$name.py || failed=1; \
 	done; exit $$failed
 else
-	$(VENV)-servers$(strip $(foreach name,$(OVER_SERVERS),$(if $(findstring test_$(name),$(ARGS)),-$(name))))/bin/python -m pytest \
+	$(VENV)-servers$(strip $(foreach name,$(BESIDE_SERVERS),$(if $(findstring test_$(name),$(ARGS)),-$(name))))/bin/python -m pytest \
 	  $(if $(findstring tests/servers/,$(ARGS)),,tests/servers) $(ARGS)
 endif
 
@@ -136,7 +143,7 @@ wheel: $(VENV)/.dev  ## dist/otel_infer-*.whl
 	$(BIN)/python -m pip wheel -qq --no-deps --wheel-dir dist .
 
 clean:  ## remove the environment and everything built
-	rm -rf $(VENV) $(VENV)-peers $(VENV)-servers $(OVER_SERVERS:%=$(VENV)-servers-%) $(VENV)-vllm $(VENV)-oldest .venv-3.* $(SKIPPED) build dist .tools .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VENV)-peers $(VENV)-servers $(OVER_SERVERS:%=$(VENV)-servers-%) $(VENV)-servers-pytriton $(VENV)-vllm $(VENV)-oldest .venv-3.* $(SKIPPED) build dist .tools .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
 # pip is renewed: the one that Debian brings cannot resolve our extras when two OpenTelemetry releases mix.
 $(BIN)/python:
@@ -197,6 +204,15 @@ $(OVER_SERVERS:%=$(VENV)-servers-%/.dev): $(VENV)-servers-%/.dev: $(VENV)-server
 	@packages='import sysconfig; print(sysconfig.get_path("purelib"))'; \
 	$(VENV)-servers/bin/python -c "$$packages" > "$$($(@D)/bin/python -c "$$packages")/servers.pth"
 	@$(@D)/bin/python -m pip install -qq --no-warn-conflicts -r tests/servers/requirements-$*.txt
+	@touch $@
+
+# The system's Python may have no pip, so the pip of the servers' environment installs one.
+$(VENV)-servers-pytriton/.dev: pyproject.toml tests/servers/requirements-pytriton.txt | $(VENV)-servers/.dev
+	@test -x $(@D)/bin/pip || { $(TRITON_PYTHON) -m venv --without-pip $(@D) && \
+	  $(VENV)-servers/bin/python -m pip --python $(@D)/bin/python install -qq pip; }
+	@$(MAKE) --no-print-directory VENV=$(@D) $(@D)/.torch
+	@echo "installing PyTriton and what the tests need"
+	@$(@D)/bin/python -m pip install -qq -r tests/servers/requirements-pytriton.txt -e ".[dev]"
 	@touch $@
 
 $(VENV)/.bench: pyproject.toml $(VENV)/.dev

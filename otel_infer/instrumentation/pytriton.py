@@ -122,10 +122,10 @@ class InferenceBatch:
 
     def end_call(self, error: BaseException | None) -> None:
         """Records the call of the user's function, until its last response."""
-        self.error = error
+        self.error = self.error or error
         requests = self.list_requests()
         if requests:
-            items = len(self.exchanges) if error is None else events.RAISED
+            items = len(self.exchanges) if self.error is None else events.RAISED
             combine_requests(requests).record_stage(STAGE, self.called_at, items)
 
     def note_sent(self, payload: Any) -> None:
@@ -240,7 +240,9 @@ def _patch_send(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
         """Called by the handler's thread, while the requests are current: for responses, and with None or an exception at the end."""
         if hook.alive and SCOPE_KEY in scope:
             try:
-                leave_alone(self._responses_queues[scope["requests_id"]])
+                queue = self._responses_queues.get(scope["requests_id"])
+                if queue is not None:
+                    leave_alone(queue)
                 if responses is None or isinstance(responses, BaseException):
                     scope[SCOPE_KEY].end_call(responses)
             except Exception as exc:
