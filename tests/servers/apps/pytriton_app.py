@@ -7,11 +7,12 @@ where Triton's own tracing sends its spans; `PYTRITON_TRITON_CONFIG_…`, furthe
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -85,6 +86,12 @@ def make_trace_config() -> list[str] | None:
     return ["rate=1", "level=TIMESTAMPS", "mode=opentelemetry", *[each.format(url=url) for each in settings]]
 
 
+def leave(number: int, frame: Any) -> NoReturn:
+    """Ends the server once, so that Triton removes its files."""
+    signal.signal(number, signal.SIG_IGN)
+    sys.exit()
+
+
 def main(port: int) -> None:
     config = TritonConfig(
         http_address="127.0.0.1", http_port=port, grpc_address="127.0.0.1", grpc_port=int(os.environ["GRPC_PORT"]),
@@ -102,6 +109,7 @@ def main(port: int) -> None:
         for name in os.environ.get("MODELS", " ".join(models)).split():
             function, model_config = models[name]
             triton.bind(name, function, inputs=INPUTS, outputs=OUTPUTS, config=model_config)
+        signal.signal(signal.SIGTERM, leave)
         triton.serve()
 
 
