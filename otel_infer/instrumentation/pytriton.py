@@ -41,7 +41,7 @@ STAGE = "infer function"
 OPERATION = "inference"
 PATTERN_OPTIONS = "http-header-forward-pattern", "grpc-header-forward-pattern"
 
-instrumentor = Instrumentor("pytriton", "nvidia-pytriton", ("pytriton",))
+instrumentor = Instrumentor(events.PYTRITON, "nvidia-pytriton", ("pytriton",))
 
 _forwarding: dict[str, frozenset[str]] = {}
 """Workspace of a Triton to which headers are forwarded for us ─▶ names of these headers, in lower case."""
@@ -51,7 +51,7 @@ class ModelExchange(ServerExchange):
     """One request to a model of Triton. `payload`: PyTriton's request."""
 
     __slots__ = ("model", "payload")
-    owner = "pytriton"
+    owner = events.PYTRITON
 
     def __init__(self, model: str, payload: Any, hook: Hook, arrived_at: int) -> None:
         self.model, self.payload = model, payload

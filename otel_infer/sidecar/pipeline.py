@@ -231,7 +231,7 @@ class Pipeline:
             return
         self._set_service_name(record.engine or record.provider)
         if self._metrics_enabled:
-            if record.model and (record.engine or record.provider == events.TORCH):
+            if record.model and (record.engine or record.provider in events.NAMING_PROVIDERS):
                 self.metrics.allow_model(record.model)
             self.metrics.add_request(record, exported=self.sampler.is_exported(record))
         for listener in self._listeners:

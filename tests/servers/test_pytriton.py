@@ -122,10 +122,21 @@ def test_request_contains_its_wait_and_its_call(served: Served) -> None:
     assert served.lines_of(single) == draw("single")
     assert served.lines_of(double) == draw("double")
     request = find_span(spans_of(served.receiver, single.trace_id), "inference single")
-    assert request["attributes"]["gen_ai.provider.name"] == "pytriton"
+    assert request["attributes"][semconv.PROVIDER_NAME] == "pytriton"
     assert served.receiver.wait_for(lambda it: counted(it) == before + 2, 10), counted(served.receiver)
     time.sleep(1.5)  # one more export
     assert counted(served.receiver) == before + 2
+    assert {"single", "double"} <= list_models(served.receiver)
+
+
+def list_models(receiver: OtlpReceiver) -> set[str]:
+    """Returns the models that are labels of the durations."""
+    return {
+        point["attributes"].get(semconv.REQUEST_MODEL)
+        for metric in receiver.metrics
+        if metric["name"] == semconv.REQUEST_DURATION.name
+        for point in metric["points"]
+    }
 
 
 def test_batch_of_triton_is_one_call_of_linked_requests(served: Served) -> None:
@@ -146,7 +157,7 @@ def check_batch(served: Served, answers: list[Answer]) -> None:
         request = find_span(spans, "inference batched")
         sizes.append(find_span(spans, "forward")["attributes"][semconv.ITEMS])
         assert find_span(spans, "infer function")["attributes"][semconv.ITEMS] == sizes[-1]
-        assert request["attributes"].get("infer.batch.requests", 1) == sizes[-1]
+        assert request["attributes"].get(semconv.BATCH_REQUESTS, 1) == sizes[-1]
         links += len(request["links"])
     assert max(sizes) > 1
     assert links >= 2 * (max(sizes) - 1)

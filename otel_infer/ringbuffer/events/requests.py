@@ -26,6 +26,10 @@ request's.
 """
 TORCH = "torch"
 """Provider of models that no engine claims; such a model is named after its class, never by a caller."""
+PYTRITON = "pytriton"
+"""Provider of models that the server has named with `Triton.bind`."""
+NAMING_PROVIDERS = frozenset((TORCH, PYTRITON))
+"""Providers whose names of models are labels of metrics."""
 
 # Outcomes of RequestEnded.
 OK = 0
