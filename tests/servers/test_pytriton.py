@@ -20,6 +20,7 @@ from otel_infer import semconv
 from tests.servers import test_hooks
 from tests.servers.apps.broken import PLACES
 from tests.servers.apps.scorer import CHUNKS
+from tests.servers.apps.scorer import PAUSE_S as CHUNK_S
 from tests.servers.leftovers import kill_leftovers
 from tests.servers.receiving import ERROR, spans_of
 from tests.servers.requests_sent import Answer, make_ids, send
@@ -191,6 +192,20 @@ def test_stream_has_each_call_of_the_model(served: Served) -> None:
     assert stages.count("    forward") == CHUNKS
 
 
+def test_stream_waits_while_another_one_works(served: Served) -> None:
+    """Both are read in the one thread of the model, which a function without `await` keeps."""
+    with ThreadPoolExecutor(2) as pool:
+        streams = []
+        for _ in range(2):
+            streams.append(pool.submit(read_stream, served, CHUNKS))
+            time.sleep(CHUNK_S / 3)
+        traces = [stream.result()[0] for stream in streams]
+    found = [spans_of(served.receiver, trace_id, "inference stream") for trace_id in traces]
+    waits = [find_span(spans, "queue wait") for spans in found]
+    assert max(wait["end"] - wait["start"] for wait in waits) >= CHUNK_S / 3 * 1e9
+    assert [sum(span["name"] == "forward" for span in spans) for spans in found] == [CHUNKS] * 2
+
+
 def test_client_that_leaves_is_not_seen(served: Served) -> None:
     """PyTriton does not look for cancelled requests: the function runs to its end."""
     trace_id, _ = read_stream(served, 1)
@@ -221,8 +236,9 @@ def test_function_sees_no_header_that_is_forwarded_for_us(served: Served) -> Non
 
 
 def test_pattern_of_the_user_stays(receiver: OtlpReceiver, tmp_path: Path) -> None:
-    pattern = {"PYTRITON_TRITON_CONFIG_HTTP_HEADER_FORWARD_PATTERN": "traceparent"}
-    served = start(receiver, tmp_path, "double", **pattern)
+    served = start(
+        receiver, tmp_path, "double", PYTRITON_TRITON_CONFIG_HTTP_HEADER_FORWARD_PATTERN="traceparent"
+    )
     try:
         answer = served.infer("double")
         assert served.lines_of(answer) == draw("double")

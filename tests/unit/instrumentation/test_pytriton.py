@@ -11,6 +11,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from opentelemetry.trace import NonRecordingSpan, SpanContext
 
 from otel_infer.instrumentation import pytriton
 from tests.support.rings import Recording, record_with, stages_of
@@ -122,6 +123,21 @@ def test_errors_are_those_of_the_function_and_of_serialization(recording: Record
     assert run_batch(fail, make_request()) == [b"'kept'"]
     assert run_batch(lambda requests: ["text"], make_request())[-1].startswith(b"sequence item 0")
     assert [record.error_type for record in recording.records()] == ["KeyError", "TypeError"]
+
+
+@pytest.mark.parametrize("trace_id", ["a" * 32, "c" * 32])
+def test_span_of_its_own_tracing_is_the_parent_in_the_clients_trace(
+    trace_id: str, recording: Recording
+) -> None:
+    """Where Triton has not sampled a request, PyTriton's span begins a trace of its own."""
+    request = make_request()
+    request.span = NonRecordingSpan(SpanContext(int(trace_id, 16), 7, is_remote=False))
+    run_batch(answer, request)
+    (record,) = recording.records()
+    is_below = trace_id == "a" * 32
+    assert record.trace_id.hex() == "a" * 32
+    assert record.parent_span_id.hex() == (f"{7:016x}" if is_below else "b" * 16)
+    assert any(record.server_span_id) is not is_below
 
 
 @pytest.mark.parametrize("name", ["__init__", "open_requests", "begin_call", "end_call", "note_sent"])
