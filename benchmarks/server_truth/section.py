@@ -117,7 +117,11 @@ def _compare_stages(server: TruthServer, requests: int) -> list[Line]:
         growth = {
             name: delayed.get(name, 0.0) - usual.get(name, 0.0) for name in sorted({*usual, *delayed, place})
         }
-        off = max(abs(length - DELAY_MS * (name == place)) for name, length in growth.items())
+        off = max(
+            abs(length - DELAY_MS * (name == place))
+            for name, length in growth.items()
+            if name not in server.outer
+        )
         note = ", ".join(f"{name} {length:+.1f}" for name, length in growth.items()) + " ms"
         claim = f"truth: {server.title}, {DELAY_MS:.0f} ms added to {place}: largest error of any stage"
         lines.append(make_line(claim, "ms", make_exact(off), Gate(TOLERANCE_MS), note=note))

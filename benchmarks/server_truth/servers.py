@@ -14,7 +14,7 @@ BATCH = ("queue wait", "batch wait", *CALL)
 class TruthServer(NamedTuple):
     """A server. `arguments`: of the interpreter, with `{port}`. `stages`: that can be delayed, as `work.add_delay` names them.
 
-    `path`, `body`: of a request. `library`: which only the environment of its own has; empty = that of `make test-servers`.
+    `outer`: stages that contain others. `path`, `body`: of a request. `library`: which only the environment of its own has; empty = that of `make test-servers`.
     """
 
     title: str
@@ -24,6 +24,7 @@ class TruthServer(NamedTuple):
     path: str = "/classify"
     body: bytes = b'{"text": "a text"}'
     library: str = ""
+    outer: tuple[str, ...] = ()
 
     def make_command(self, port: int) -> list[str]:
         """Returns the command."""
@@ -86,6 +87,7 @@ SERVERS = {
         path="/v1/models/classes:predict",
         body=b'{"instances": [[1.0]]}',
         library="kserve",
+        outer=("predict",),
     ),
 }
 """By name."""

@@ -27,7 +27,7 @@ from otel_infer.instrumentation.hooks.probe import Hook
 from otel_infer.instrumentation.hooks.target import check_is_coroutine
 from otel_infer.instrumentation.http_server.parent_context import extract_context
 from otel_infer.instrumentation.http_server.server_exchange import ServerExchange, can_record, encode_headers
-from otel_infer.instrumentation.queues import leave_alone
+from otel_infer.instrumentation.queue_states import leave_alone
 from otel_infer.ringbuffer import events
 from otel_infer.tracing import caller, context, start
 from otel_infer.tracing.batch_request import combine_requests
