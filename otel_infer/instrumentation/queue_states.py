@@ -42,6 +42,8 @@ class QueueState:
             self.result_of = request
             for key in [key for key, items in self.entries.items() if items[0][0] is request]:
                 del self.entries[key]
+            if isinstance(request, RequestSpan):
+                request.queued_at = 0
             return True
         self.had_own_item = True  # or it has just started the worker that takes it
         return False
@@ -52,7 +54,10 @@ class QueueState:
             queue = self.queue()
             if queue is not None and len(self.entries) > queue.qsize() + MAX_FORGOTTEN:
                 self.entries.clear()
-        self.entries.setdefault(id(item), []).append((request, _clock.now(), by_worker))
+        at = _clock.now()
+        self.entries.setdefault(id(item), []).append((request, at, by_worker))
+        if type(request) is RequestSpan:
+            request.queued_at = at
 
     def pop_entry(self, item: Any) -> PutItem | None:
         """Returns who put an item, and when; None if that is unknown."""
@@ -62,6 +67,8 @@ class QueueState:
         entry = entries.pop(0)
         if not entries:
             del self.entries[id(item)]
+        if type(entry[0]) is RequestSpan:
+            entry[0].queued_at = 0
         return make_tuple(PutItem, entry)  # type: ignore[no-any-return]
 
 

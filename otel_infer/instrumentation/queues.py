@@ -9,12 +9,12 @@ served itself: the queue is a pool of connections, for example. `queue.SimpleQue
 
 from __future__ import annotations
 
-import asyncio
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any
 
 from otel_infer import _clock
+from otel_infer.instrumentation.batch_windows import is_getter, note_wait
 from otel_infer.instrumentation.hooks.context_hooks import compile_queue_put, compile_queue_take
 from otel_infer.instrumentation.hooks.instrumentor import Instrumentor
 from otel_infer.instrumentation.hooks.probe import Hook
@@ -32,7 +32,7 @@ from otel_infer.ringbuffer import events
 from otel_infer.tracing import context
 from otel_infer.tracing.deferred_request import CurrentRequest
 from otel_infer.tracing.request_span import REQUEST_KEY, RequestSpan
-from otel_infer.tracing.work import Work, Worker, attach_work, find_worker, is_task
+from otel_infer.tracing.work import Work, Worker, attach_work, find_worker
 
 _LIBRARIES = frozenset(
     (
@@ -42,8 +42,6 @@ _LIBRARIES = frozenset(
     )
 )  # fmt: skip
 """Packages whose own queues are not followed: servers, pools, engines and job queues, which other hooks follow, and log handlers."""
-_HAS_INNER_TASKS = sys.version_info < (3, 12)
-"""Whether `asyncio.wait_for` takes an item in a task of its own."""
 instrumentor = Instrumentor("queues", "python", ("asyncio.queues", "queue"))
 
 
@@ -117,9 +115,12 @@ def _is_past_queue(entry: PutItem) -> bool:
 
 
 def take_for_worker(work: Work | None, request: CurrentRequest | None, item_id: int = 0) -> None:
-    """Makes the request what the worker works for, perhaps with others in a batch."""
+    """Makes the request what the worker works for, perhaps with others in a batch.
+
+    A task that does nothing but take an item, such as that of `asyncio.wait_for`, takes it for the task that has begun it.
+    """
     key = find_worker()
-    if work is None or (work.worker.key != key and not (_HAS_INNER_TASKS and is_task(key))):
+    if work is None or (work.worker.key != key and not is_getter(key)):
         work = Work(Worker(key))
     elif work.worker.key != key:
         work.take(request, item_id)
@@ -163,7 +164,7 @@ def _patch_take(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
             if is_taken:
                 note_take(state, item)
             else:
-                _note_wait()
+                note_wait()
         except Exception as exc:
             hook.count_failure(exc)
 
@@ -181,45 +182,9 @@ def _patch_take(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     return compile_queue_take(original, hook, take, states, QueueState, take_for_worker, end_take)
 
 
-def _note_wait() -> None:
-    """Notes that a worker got no further item: the queue was empty, or it has waited long enough."""
-    work = context.current_context().get(REQUEST_KEY)
-    if type(work) is Work and work.continues():
-        work.worker.waited_until = _clock.now()
-
-
-def _patch_wait_for(original: Callable[..., Awaitable[Any]], hook: Hook) -> Callable[..., Awaitable[Any]]:
-    async def wait_for(fut: Any, *args: Any, **kwargs: Any) -> Any:
-        if not hook.alive or getattr(fut, "cr_code", None) is not asyncio.Queue.get.__code__:
-            return await original(fut, *args, **kwargs)
-        try:
-            _prepare_worker()
-        except Exception as exc:
-            hook.count_failure(exc)
-        try:
-            return await original(fut, *args, **kwargs)
-        except TimeoutError:
-            _note_wait()
-            raise
-
-    return wait_for
-
-
-def _prepare_worker() -> None:
-    """Lets an inner task, in which `asyncio.wait_for` takes an item before Python 3.12, share the worker's work."""
-    if not _HAS_INNER_TASKS:
-        return
-    current = context.current_context().get(REQUEST_KEY)
-    key = find_worker()
-    if current is None or (type(current) is Work and current.worker.key != key) or current.ended:
-        attach_work(Work(Worker(key)))
-
-
 for _target, _wrap in (
     ("asyncio.queues:Queue.put_nowait", _patch_put),
     ("asyncio.queues:Queue.get_nowait", _patch_take),
-    ("asyncio.tasks:wait_for", _patch_wait_for),
-    ("asyncio:wait_for", _patch_wait_for),
 ):
     instrumentor.patch_hot_path(_target, part="asyncio")(_wrap)
 for _target, _wrap in (("queue:Queue.put", _patch_put), ("queue:Queue.get", _patch_take)):

@@ -38,6 +38,7 @@ BUILTIN = {
     "multiprocessing": "multiprocessing",
     "waits": "waits",
     "queues": "queues",
+    "batch_windows": "batch_windows",
     "signals": "signals",
     "gc": "garbage_collector",
     "transformers": "transformers",

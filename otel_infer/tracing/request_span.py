@@ -38,6 +38,8 @@ class RequestSpan(RequestState, trace.Span):
     """The parent process of this one records the request; what this process does is below it."""
     _attribute_keys: set[str] | None = None
     _event_count = _link_count = 0
+    queued_at = 0
+    """When an item of it was put into a queue from which no worker has taken it yet, monotonic ns; 0 = there is none."""
     _has_ok_status = _is_context_read = False
     _request_id = _response_id = ""
     _expected_names = ("", "", "")
@@ -191,6 +193,8 @@ class RequestSpan(RequestState, trace.Span):
         if outcome != events.OK and not self._operation_names[0] and self._expected_names[0]:
             self.set_operation(*self._expected_names)
         at = at or _clock.now()
+        if outcome != events.OK and self.queued_at:
+            self._write_stage(at, events.QUEUE_WAIT, self.queued_at, events.RAISED)
         end = at, outcome, error_type, status_code, self.chunks, self.send_wait_ns, self.detokenize_ns
         if (
             not (self.has_server or self._is_context_read or self.engine or self.provider_spans)

@@ -9,9 +9,10 @@
  */
 #include "../../ringbuffer/_native.h"
 
-enum { ENTRIES, RESULT_OF, POP_ENTRY, ENGINE, IS_CALLED, SINGLE, NAMES };
-static const char *const texts[NAMES] = {"entries", "result_of", "pop_entry", "engine", "_is_called", "single"};
-static PyObject *names[NAMES];
+enum { ENTRIES, RESULT_OF, POP_ENTRY, ENGINE, IS_CALLED, SINGLE, QUEUED_AT, NAMES };
+static const char *const texts[NAMES] = {"entries", "result_of", "pop_entry", "engine", "_is_called", "single",
+                                         "queued_at"};
+static PyObject *names[NAMES], *zero;
 
 static PyObject *variable, *context_type, *request_type, *work_type, *request_key, *span_key;  /* of `connect_work` */
 enum { STATES, STATE_TYPE, END_TAKE, TAKE_FOR_WORKER, STAGE };  /* items of `details` */
@@ -73,7 +74,7 @@ static int add_entry(PyObject *entries, PyObject *item, PyObject *request)
     PyObject *key = PyLong_FromVoidPtr(item), *at = PyLong_FromLongLong(read_clock()), *first = NULL;
     PyObject *entry = key == NULL || at == NULL ? NULL : PyTuple_Pack(3, request, at, Py_False);
     PyObject *earlier = entry == NULL ? NULL : PyDict_GetItemWithError(entries, key);
-    int failed = entry == NULL || PyErr_Occurred();
+    int failed = entry == NULL || PyErr_Occurred() || PyObject_SetAttr(request, names[QUEUED_AT], at);
     if (earlier != NULL) failed = !PyList_CheckExact(earlier) || PyList_Append(earlier, entry);
     else if (!failed) {
         first = PyList_New(1);
@@ -181,6 +182,7 @@ static int take_usual(CompiledHook *self, Taken *taken)
 {
     PyObject *stage = get_detail(self, STAGE), *written = Py_None, *done = NULL;
     int64_t at = read_clock();
+    if (PyObject_SetAttr(taken->request, names[QUEUED_AT], zero)) PyErr_Clear();
     if (!write_stage((RequestState *)taken->request, at, stage, taken->put_at, 0)) {
         written = PyObject_CallMethod(taken->request, "_write_stage", "LOLL", (long long)at, stage, (long long)taken->put_at,
                                       0LL);
@@ -309,5 +311,6 @@ static PyMethodDef functions[] = {
 
 int add_queue_functions(PyObject *module)
 {
+    if ((zero = PyLong_FromLong(0)) == NULL) return -1;
     return make_names(names, texts, NAMES) || PyModule_AddFunctions(module, functions) ? -1 : 0;
 }

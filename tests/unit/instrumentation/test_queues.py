@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import logging
 import logging.handlers
@@ -18,7 +19,7 @@ import pytest
 from opentelemetry import trace
 
 from otel_infer.assembly.records.request import RequestRecord
-from otel_infer.instrumentation import queues
+from otel_infer.instrumentation import batch_windows, queues
 from otel_infer.instrumentation import threading as thread_hooks
 from otel_infer.instrumentation.queue_states import LeftAlone, find_state, leave_alone, states
 from otel_infer.ringbuffer import events
@@ -34,7 +35,7 @@ MS = 1_000_000
 
 @pytest.fixture
 def recording() -> Iterator[Recording]:
-    with record_with(thread_hooks.instrumentor, queues.instrumentor) as recording:
+    with record_with(thread_hooks.instrumentor, queues.instrumentor, batch_windows.instrumentor) as recording:
         yield recording
 
 
@@ -117,30 +118,87 @@ def test_what_a_worker_does_belongs_to_the_request_whose_item_it_took(recording:
     assert length_of(records["c"], "queue wait") > length_of(records["a"], "queue wait") + 0.8e3 * WAIT_S
 
 
-async def work_in_batches(work: asyncio.Queue[Any]) -> None:
+async def fill_by_wait_for(batch: list[Any], work: asyncio.Queue[Any]) -> None:
+    until = time.monotonic() + WAIT_S
+    while (left := until - time.monotonic()) > 0:
+        try:
+            batch.append(await asyncio.wait_for(work.get(), left))
+        except TimeoutError:
+            break
+
+
+async def fill_by_timeout(batch: list[Any], work: asyncio.Queue[Any]) -> None:
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(WAIT_S):
+            while True:
+                batch.append(await work.get())
+
+
+async def fill_by_timer(batch: list[Any], work: asyncio.Queue[Any]) -> None:
+    timer = asyncio.ensure_future(asyncio.sleep(WAIT_S))
+    while not timer.done():
+        getter = asyncio.ensure_future(work.get())
+        await asyncio.wait({getter, timer}, return_when=asyncio.FIRST_COMPLETED)
+        if getter.done():
+            batch.append(getter.result())
+        else:
+            getter.cancel()
+
+
+async def fill_by_wait(batch: list[Any], work: asyncio.Queue[Any]) -> None:
+    until = time.monotonic() + WAIT_S
+    while (left := until - time.monotonic()) > 0:
+        getter = asyncio.ensure_future(work.get())
+        done, _ = await asyncio.wait([getter], timeout=left)
+        if not done:
+            getter.cancel()
+            break
+        batch.append(getter.result())
+
+
+async def fill_by_sleep(batch: list[Any], work: asyncio.Queue[Any]) -> None:
+    until = time.monotonic() + WAIT_S
+    while time.monotonic() < until:
+        if work.empty():
+            await asyncio.sleep(0.002)
+        else:
+            batch.append(work.get_nowait())
+
+
+async def fill_after_sleep(batch: list[Any], work: asyncio.Queue[Any]) -> None:
+    await asyncio.sleep(WAIT_S)
+    while not work.empty():
+        batch.append(work.get_nowait())
+
+
+FILLS = [fill_by_wait_for, fill_by_timeout, fill_by_timer, fill_by_wait, fill_by_sleep, fill_after_sleep]
+
+
+def work_in_batches(fill: Any) -> Any:
     """The usual batcher: the first item, then more until a window has passed."""
-    while True:
-        batch = [await work.get()]
-        until = time.monotonic() + WAIT_S
-        while (left := until - time.monotonic()) > 0:
-            try:
-                batch.append(await asyncio.wait_for(work.get(), left))
-            except TimeoutError:
-                break
-        names = call_model()
-        for _, future in batch:
-            future.set_result(names)
+
+    async def work_in_batches(work: asyncio.Queue[Any]) -> None:
+        while True:
+            batch = [await work.get()]
+            await fill(batch, work)
+            names = call_model()
+            for _, future in batch:
+                future.set_result(names)
+
+    return work_in_batches
 
 
-def test_items_taken_before_one_call_are_a_batch(recording: Recording) -> None:
-    results = asyncio.run(run_async(work_in_batches, "abc", pause_s=0.005))
+@pytest.mark.parametrize("fill", FILLS[:-1])
+def test_items_taken_before_one_call_are_a_batch(recording: Recording, fill: Any) -> None:
+    results = asyncio.run(run_async(work_in_batches(fill), "abc", pause_s=0.005))
     assert results == [["a", "b", "c"]] * 3
     records = by_name(recording)
     for name in "abc":
         assert stages_of(records[name]) == ["queue wait", "batch wait", "forward"]
         (wait,) = [stage for stage in records[name].stages if stage.name == "batch wait"]
         assert wait.attributes == {"infer.items": 3}
-    assert length_of(records["a"], "batch wait") > length_of(records["c"], "batch wait") + 5
+    waits = [length_of(records[name], "queue wait") + length_of(records[name], "batch wait") for name in "ac"]
+    assert waits[0] > waits[1] + 5
     linked = {name: {link.span_id for link in records[name].links} for name in "abc"}
     assert linked["a"] == {records["b"].span_id, records["c"].span_id}
     assert linked["b"] == linked["c"] == {records["a"].span_id}
@@ -187,8 +245,9 @@ def test_a_request_may_put_several_items(recording: Recording) -> None:
     assert [stages_of(records[name]).count("queue wait") for name in "abcd"] == [2, 2, 2, 2]
 
 
-def test_a_single_item_waits_for_others_that_do_not_come(recording: Recording) -> None:
-    assert asyncio.run(run_async(work_in_batches, "a")) == [["a"]]
+@pytest.mark.parametrize("fill", FILLS)
+def test_a_single_item_waits_for_others_that_do_not_come(recording: Recording, fill: Any) -> None:
+    assert asyncio.run(run_async(work_in_batches(fill), "a")) == [["a"]]
     assert length_of(by_name(recording)["a"], "batch wait") == pytest.approx(WAIT_S * 1e3, abs=8)
 
 
@@ -450,6 +509,29 @@ def test_a_full_queue_keeps_its_own_exception(recording: Recording) -> None:
         with pytest.raises(queue.Full):
             work.put(2, block=False)
     assert len(find_state(work).entries) == 1  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("puts", [1, 2])
+def test_a_request_that_fails_in_the_queue_has_waited_there(recording: Recording, puts: int) -> None:
+    """Its handler gave up: an answer 504. The worker takes the item of another one first, or none."""
+    work: queue.Queue[Any] = queue.Queue()
+    requests = [put_for(name, work) for name in "ab"[:puts]]
+    if puts == 2:
+        work.get()
+    time.sleep(0.01)
+    requests[-1].close(events.ERROR, "timeout")
+    requests[0].close()
+    records = by_name(recording)
+    failed = records["ab"[puts - 1]]
+    assert stages_of(failed) == ["queue wait"] and failed.failed_stage == "queue wait"
+    assert length_of(failed, "queue wait") >= 10
+    assert puts == 1 or stages_of(records["a"]) == ["queue wait"]
+
+
+def test_an_item_that_waits_on_is_no_wait_of_a_request_that_succeeded(recording: Recording) -> None:
+    request = put_for("a", queue.Queue())
+    request.close()
+    assert stages_of(by_name(recording)["a"]) == []
 
 
 def test_a_freed_queue_leaves_no_state(recording: Recording) -> None:
