@@ -215,6 +215,12 @@ class RequestRecord:
         return self.outcome != OK and self.preempted_at[-1:] >= (since,)
 
     @property
+    def failed_in_queue(self) -> bool:
+        """Whether it ended without success before the worker of a queue had called a model for it."""
+        has_waited = any(stage.name == semconv.SPAN_QUEUE_WAIT for stage in self.stages)
+        return self.outcome != OK and has_waited and not self.operation
+
+    @property
     def duration_ns(self) -> int:
         """From arrival to the last byte, ns."""
         return self.ended_at - self.arrived_at

@@ -27,7 +27,7 @@ class ExplainInput(NamedTuple):
     `complete_since`: from when on the tape has all events (monotonic ns). `running_since`: when each
     unfinished request was scheduled, or else arrived. `cpu_usage`: of the server's cores. `abandoned_share`:
     of the engines' time, what they spent on clients that had left. `hang`: the stacks of a server that hung.
-    `objectives`: those of the server.
+    `objectives`: those of the server. `unfollowed`: which HTTP requests lack their model calls.
     """
 
     source: ExplainSource
@@ -38,12 +38,15 @@ class ExplainInput(NamedTuple):
     abandoned_share: float = 0.0
     hang: Sequence[str] = ()
     objectives: Objectives = Objectives()
+    unfollowed: str = ""
 
     def diagnose(self) -> Diagnosis:
         """Returns the symptom that these requests show."""
+        from otel_infer.analysis.diagnosis.failed_waits import add_failed_waits
         from otel_infer.analysis.diagnosis.rules import diagnose_requests
+        from otel_infer.analysis.diagnosis.unfollowed import replace_by_unfollowed
 
-        return diagnose_requests(
+        diagnosis = diagnose_requests(
             self.records,
             self.complete_since,
             self.running_since,
@@ -51,6 +54,7 @@ class ExplainInput(NamedTuple):
             self.abandoned_share,
             list_missed_objectives(self.records, self.objectives),
         )
+        return replace_by_unfollowed(add_failed_waits(diagnosis, self.records), self.unfollowed)
 
 
 def read_input(arguments: argparse.Namespace) -> ExplainInput:
@@ -73,6 +77,7 @@ def read_inferences(
 
     `folder`: the folder of the rings if the tape is a dump of a running server.
     """
+    from otel_infer.analysis.diagnosis.unfollowed import describe_unfollowed
     from otel_infer.assembly.assembler import Assembler
     from otel_infer.cli.explain.hang import describe_hang
     from otel_infer.cli.replay import (
@@ -89,7 +94,7 @@ def read_inferences(
     if arrived.since is not None and finished:
         complete_since = max(complete_since, min(record.arrived_at for record in finished))
     source = describe_source(finished, complete_since, tape=None if folder else path, folder=folder)
-    inferences = [record for record in finished if record.operation]
+    inferences = [record for record in finished if record.operation or record.failed_in_queue]
     running_since = find_running_since(assembler)
     return ExplainInput(
         source,
@@ -100,4 +105,5 @@ def read_inferences(
         measure_abandoned_share(assembler),
         describe_hang(assembler),
         file.read_objectives(path),
+        "" if request_id else describe_unfollowed(finished),
     )

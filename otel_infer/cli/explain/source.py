@@ -102,7 +102,11 @@ def describe_source(
     `folder`: the folder of the running server's rings.
     """
     engines = sorted({record.engine for record in finished if record.engine})
-    failed = [record for record in finished if record.operation and record.outcome == events.ERROR]
+    failed = [
+        record
+        for record in finished
+        if record.outcome == events.ERROR and (record.operation or record.failed_in_queue)
+    ]
     served = [record for record in finished if record.operation and record.outcome != events.ERROR]
     generating = [record for record in served if record.generative]
     began_at = ended_at = 0

@@ -66,14 +66,15 @@ def run(arguments: argparse.Namespace) -> int:
 
 def read_recording(path: Path) -> RecordingContents:
     """Returns the contents of a tape within its period; raises `InvalidRecording` or `OSError`."""
+    from otel_infer.analysis.diagnosis.unfollowed import describe_unfollowed
     from otel_infer.assembly.assembler import Assembler
     from otel_infer.cli.replay import find_running_since, measure_abandoned_share, read_recent_records
     from otel_infer.cli.report.summary import RecordingContents
 
     assembler = Assembler()
     objectives = file.read_objectives(path)
-    finished = read_recent_records(path, assembler, keeps_steps=True)
-    inferences = [record for record in finished if record.operation]
+    finished = list(read_recent_records(path, assembler, keeps_steps=True))
+    inferences = [record for record in finished if record.operation or record.failed_in_queue]
     began = file.read_began_at(path)
     arrived = [request.arrived_at for request in assembler.open_requests.values() if request.submitted]
     unfinished = sorted(max(at, began) for at in arrived)
@@ -82,7 +83,7 @@ def read_recording(path: Path) -> RecordingContents:
     non_engine = len(finished) - len(inferences)
     return RecordingContents(
         inferences, steps, pauses, unfinished, non_engine, objectives, began, find_running_since(assembler),
-        assembler.processes.cpu_usage, measure_abandoned_share(assembler),
+        assembler.processes.cpu_usage, measure_abandoned_share(assembler), describe_unfollowed(finished),
     )  # fmt: skip
 
 

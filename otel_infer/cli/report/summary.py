@@ -13,7 +13,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from otel_infer import semconv
+from otel_infer.analysis.diagnosis.failed_waits import add_failed_waits
 from otel_infer.analysis.diagnosis.rules import Diagnosis, diagnose_requests
+from otel_infer.analysis.diagnosis.unfollowed import replace_by_unfollowed
 from otel_infer.assembly.engine.types import StepRecord
 from otel_infer.assembly.records.missed_objectives import list_missed_objectives
 from otel_infer.assembly.records.process import Pause
@@ -38,7 +40,7 @@ class RecordingContents(NamedTuple):
     `unfinished_arrivals`: arrivals of the unfinished ones. `non_engine_requests`: number of other requests,
     e.g. health checks. `objectives`: those of the server. `complete_since`: from when on the tape has all
     events; earlier events only explain later ones. `running_since`: when each unfinished request was
-    scheduled, or else arrived. Instants are monotonic ns.
+    scheduled, or else arrived. `unfollowed`: which HTTP requests lack their model calls. Instants are monotonic ns.
     """
 
     records: list[RequestRecord]
@@ -51,6 +53,7 @@ class RecordingContents(NamedTuple):
     running_since: Sequence[int] = ()
     cpu_usage: Sequence[CpuSeen] = ()
     abandoned_share: float = 0.0
+    unfollowed: str = ""
 
     def time_range(self) -> tuple[int, int]:
         """Returns the first and last instant with complete data (monotonic ns); (0, 0) for an empty tape."""
@@ -145,6 +148,7 @@ def build_view(recording: RecordingContents) -> ReportView:
         recording.records, recording.complete_since, recording.running_since, recording.cpu_usage,
         recording.abandoned_share, missed,
     )  # fmt: skip
+    diagnosis = replace_by_unfollowed(add_failed_waits(diagnosis, recording.records), recording.unfollowed)
     interferers = _rank_interferers(recording.records)
     longest = sorted(recording.pauses, key=lambda pause: (pause.started_at - pause.ended_at, pause))[
         :MAX_PAUSES
