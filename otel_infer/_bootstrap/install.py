@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import os
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -32,6 +31,7 @@ from otel_infer.instrumentation.torch import cuda_graphs
 from otel_infer.ringbuffer import directory, layout
 from otel_infer.ringbuffer.arena import Arena, FileArena, MemoryArena, RingUnavailable
 from otel_infer.ringbuffer.flush_request import request_flush
+from otel_infer.ringbuffer.forks import call_in_child
 from otel_infer.ringbuffer.recorder import SERVER, recorder
 from otel_infer.ringbuffer.stack_signal import stack_signal
 from otel_infer.sidecar import launcher
@@ -68,7 +68,7 @@ class _Installation:
         self._exit_signal = ExitSignalHandler(self._close_reader)
         family = ProcessFamily.from_environment(environment.inherited_startup_ids())
         self._lock, self._start_recorder = threading.Lock(), process_start.ProcessStartRecorder(family)
-        os.register_at_fork(before=self._prepare_fork, after_in_child=self._reset_after_fork)
+        call_in_child(self._reset_after_fork, before=self._prepare_fork)
 
     # ── install and remove ───────────────────────────────────────────────────────────────────────────────────────
 

@@ -18,6 +18,7 @@ from otel_infer import _clock
 from otel_infer.ringbuffer import events, layout
 from otel_infer.ringbuffer.arena import Arena, RingUnavailable
 from otel_infer.ringbuffer.batch_writer import BatchWriter, HandleTable
+from otel_infer.ringbuffer.forks import call_in_child
 from otel_infer.ringbuffer.step_rings import StepRingAllocator
 from otel_infer.ringbuffer.writer import RequestWriter
 
@@ -67,7 +68,7 @@ class Recorder:
         self._is_loss_logged = False
         self.deferred_recorders: dict[str, Callable[[], None]] = {}
         """Record events that could not be recorded when they happened, before a request ends that they concern."""
-        os.register_at_fork(after_in_child=self.reset_after_fork)
+        call_in_child(self.reset_after_fork)
 
     def start(
         self,

@@ -27,6 +27,7 @@ from typing import Any
 from otel_infer.config import private_files
 from otel_infer.ringbuffer import layout
 from otel_infer.ringbuffer.arena import Arena, FileArena
+from otel_infer.ringbuffer.forks import call_in_child
 from otel_infer.ringbuffer.native import native
 
 log = logging.getLogger("otel_infer")
@@ -124,4 +125,4 @@ def find_free_signal(excluded: int = 0, known: Collection[int] = ()) -> int:
 stack_signal = StackSignal()
 """The signal of this process."""
 atexit.register(stack_signal.stop)
-os.register_at_fork(after_in_child=stack_signal.reset_after_fork)
+call_in_child(stack_signal.reset_after_fork)

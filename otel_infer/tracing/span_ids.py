@@ -13,6 +13,7 @@ from opentelemetry.context import Context
 from opentelemetry.trace import SpanContext, SpanKind, TraceFlags
 
 from otel_infer.ringbuffer.events import OWN_SERVER_SPAN, REMOTE_PARENT, SAMPLED
+from otel_infer.ringbuffer.forks import call_in_child
 from otel_infer.tracing.pending_spans import ProviderSpans
 
 _SAMPLED, _NOT_SAMPLED = TraceFlags(TraceFlags.SAMPLED), TraceFlags(TraceFlags.DEFAULT)
@@ -268,7 +269,7 @@ def _is_random_generator(ids: Any) -> bool:
 
 # Not the global generator, which applications seed: servers with the same seed would create the same ids.
 _rng = random.Random()
-os.register_at_fork(after_in_child=_rng.seed)
+call_in_child(_rng.seed)
 
 
 def _random_ids() -> bytes:

@@ -11,7 +11,6 @@ forever.
 from __future__ import annotations
 
 import logging
-import os
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -29,6 +28,7 @@ from otel_infer.instrumentation.hooks.patch import FunctionPatch, HotPathPatch, 
 from otel_infer.instrumentation.hooks.probe import Probe, WrapperFactory
 from otel_infer.instrumentation.hooks.target import TargetMismatch
 from otel_infer.ringbuffer import events
+from otel_infer.ringbuffer.forks import call_in_child
 from otel_infer.ringbuffer.recorder import recorder
 
 log = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ def _renew_lock() -> None:
     _lock = threading.RLock()
 
 
-os.register_at_fork(after_in_child=_renew_lock)  # the thread that held the lock does not exist in the child
+call_in_child(_renew_lock)  # the thread that held the lock does not exist in the child
 
 
 @dataclass(frozen=True)

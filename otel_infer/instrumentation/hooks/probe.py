@@ -19,7 +19,6 @@ import contextlib
 import copy
 import inspect
 import logging
-import os
 import sys
 import traceback
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
@@ -29,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 import wrapt
 
 from otel_infer.instrumentation.hooks.target import Parameters
+from otel_infer.ringbuffer.forks import call_in_child
 from otel_infer.ringbuffer.native import native
 
 log = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ _failures: list[str] = []
 MAX_FAILURES = 100_000
 """Failures that are counted: a hook that stays may fail on every request."""
 # The parent process counts failures from before the fork. Failed hooks stay disabled in the child.
-os.register_at_fork(after_in_child=_failures.clear)
+call_in_child(_failures.clear)
 
 
 class ProbeShapeError(Exception):

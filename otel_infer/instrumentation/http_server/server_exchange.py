@@ -16,6 +16,7 @@ from otel_infer.instrumentation.http_server.parent_context import (
 )
 from otel_infer.instrumentation.http_server.socket_wait import record_socket_wait
 from otel_infer.ringbuffer import events
+from otel_infer.ringbuffer.forks import notice_fork
 from otel_infer.ringbuffer.recorder import recorder
 from otel_infer.tracing import caller, request_span
 from otel_infer.tracing.context import detach
@@ -33,6 +34,7 @@ def encode_headers(headers: Iterable[tuple[Any, Any]]) -> list[tuple[bytes, byte
 
 def can_record(hook: Hook) -> bool:
     """Returns whether requests are recorded at all."""
+    notice_fork()
     return hook.alive and recorder.active and request_span.span_factory is not None
 
 

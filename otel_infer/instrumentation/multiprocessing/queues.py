@@ -20,6 +20,7 @@ from otel_infer.instrumentation.multiprocessing._instrumentor import instrumento
 from otel_infer.instrumentation.multiprocessing.process_call import Headers, join_requests, list_headers
 from otel_infer.instrumentation.queues import is_of_library, take_for_worker
 from otel_infer.ringbuffer import events
+from otel_infer.ringbuffer.forks import call_in_child
 from otel_infer.tracing import context, start
 from otel_infer.tracing.deferred_request import DeferredRequest
 from otel_infer.tracing.propagation import JOINED
@@ -54,7 +55,7 @@ def parse_trailer(data: bytes) -> Trailer:
 
 _noted: dict[int, list[Trailer]] = {}
 """By id of an item that is in a buffer of this process: who has put it."""
-os.register_at_fork(after_in_child=_noted.clear)
+call_in_child(_noted.clear)
 
 
 # ── put ──────────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -28,7 +28,7 @@ def make_record(length_ms: int = 100, stages: tuple[str, ...] = (), **more: Any)
         arrived_at=0,
         ended_at=length_ms * MS,
         wall_offset=0,
-        stages=[Stage(name, 0, length_ms * MS) for name in stages],
+        stages=[Stage(name, 0, length_ms * MS, {}) for name in stages],
     )
 
 
