@@ -37,6 +37,7 @@ BUILTIN = {
     "threading": "threading",
     "multiprocessing": "multiprocessing",
     "waits": "waits",
+    "other_instrumentations": "other_instrumentations",
     "queues": "queues",
     "batch_windows": "batch_windows",
     "signals": "signals",

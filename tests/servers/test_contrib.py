@@ -9,12 +9,15 @@ from typing import Any
 import grpc
 import pytest
 
+from tests.servers.apps.scorer import CHUNKS
 from tests.servers.receiving import spans_of
 from tests.servers.requests_sent import make_ids, send
 from tests.servers.serving import ServedApp, make_command
 from tests.servers.test_grpc import GrpcServer
+from tests.support.arrivals import counted
 from tests.support.otlp_receiver import OtlpReceiver
 from tests.support.served import Server, free_port
+from tests.support.trees import tree
 
 OURS = "otel_infer"
 
@@ -55,6 +58,23 @@ def test_an_http_request_has_the_server_span_of_the_other(name: str, tmp_path: P
         answer = send(port, "POST", "/fail")
         time.sleep(1)
         assert sum(span["kind"] == 2 for span in spans_of(receiver, answer.trace_id)) == 1
+
+
+def test_a_stream_and_an_error_have_the_server_span_of_the_other(tmp_path: Path) -> None:
+    """Flask's instrumentation ends its span before the stream, and has replaced the context by the caller's."""
+    port = free_port()
+    stages = ["    ingress", "    forward", "    postprocess"]
+    with OtlpReceiver() as receiver, serve("flask_app", port, receiver, tmp_path / "log"):
+        for path, expected in (
+            ("/classify/a", ["POST /classify/<name>", "  inference Scorer", *stages]),
+            ("/stream", ["POST /stream", "  inference Scorer", *stages, *["    forward"] * (CHUNKS - 1)]),
+        ):
+            answer = send(port, "POST", path)
+            spans = spans_of(receiver, answer.trace_id, "inference Scorer")
+            first, second, *lines = tree(spans, answer.parent_id)
+            assert [first, second, *sorted(lines)] == [*expected[:2], *sorted(expected[2:])]
+            assert sum(span["kind"] == 2 for span in spans) == 1
+            assert receiver.wait_for(lambda it: counted(it) == 1 + (path == "/stream"), 10)
 
 
 @pytest.mark.parametrize("more", [(), ("aio",)], ids=["threads", "aio"])

@@ -100,7 +100,9 @@ class Exchange(Response):
             name = method if method in events.METHODS else events.OTHER
             request = None if ambient else open_from_headers(headers, name, OWNER, at)
             if request is None:
-                request = open_by_propagators(headers, name, OWNER, ambient, at)
+                request = open_by_propagators(
+                    headers, name, OWNER, context.current_context() if ambient else None, at
+                )
             self.request = request
             if request is not None:
                 record_socket_wait(request, find_connection_socket(self.server_send), at, _now())

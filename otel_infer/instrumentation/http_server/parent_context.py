@@ -153,11 +153,11 @@ def open_from_headers(
 
 
 def open_by_propagators(
-    headers: Any, name: str, owner: str, ambient: bool, at: int
+    headers: Any, name: str, owner: str, local: Context | None, at: int
 ) -> request_span.RequestSpan | None:
-    """Opens a request below the span that is current (`ambient`), or that the propagators read."""
-    if ambient:
-        return start.open_request(name, owner=owner, around=None, server=True, arrived_at=at)
+    """Opens a request below the span of this process in `local`, or else below the span that the propagators read."""
+    if local:
+        return start.open_request(name, owner=owner, around=local, server=True, arrived_at=at)
     around, remote_parent = clear_span_and_baggage(context.current_context()), parse_remote_parent(headers)
     if remote_parent is not None:
         return start.open_request_below_remote(remote_parent, name, owner, around, at)

@@ -6,6 +6,8 @@ import contextlib
 from collections.abc import Iterable
 from typing import Any
 
+from opentelemetry.context import Context
+
 from otel_infer import _clock
 from otel_infer.config import tenancy
 from otel_infer.instrumentation.hooks.probe import Hook
@@ -19,7 +21,7 @@ from otel_infer.ringbuffer import events
 from otel_infer.ringbuffer.forks import notice_fork
 from otel_infer.ringbuffer.recorder import recorder
 from otel_infer.tracing import caller, request_span
-from otel_infer.tracing.context import detach
+from otel_infer.tracing.context import current_context, detach
 from otel_infer.tracing.deferred_request import DeferredRequest
 
 
@@ -48,7 +50,7 @@ class ServerExchange:
     """
 
     __slots__ = (
-        "_deferred", "_ended", "_hook", "_token", "arrived_at", "completed_at", "error", "is_counted_elsewhere", "request",
+        "_deferred", "_ended", "_hook", "_other_context", "_token", "arrived_at", "completed_at", "error", "is_counted_elsewhere", "request",
     )  # fmt: skip
 
     owner = "server"
@@ -63,6 +65,7 @@ class ServerExchange:
         self.error: BaseException | None = None
         self.is_counted_elsewhere = self._ended = False
         self._deferred: DeferredRequest | None = None
+        self._other_context: Context | None = None
         if is_deferred:
             self._deferred = DeferredRequest(self._open_deferred)
         else:
@@ -98,10 +101,11 @@ class ServerExchange:
     def open_request(self) -> request_span.RequestSpan | None:
         """Opens the request below a span of this process, or else below the span in the headers."""
         ambient = self._deferred is not None and has_active_span()
+        around = current_context() if ambient else self._other_context
         headers, name, owner = self.list_headers(), self.name_span(), self.owner
-        request = None if ambient else open_from_headers(headers, name, owner, self.arrived_at)
+        request = None if around else open_from_headers(headers, name, owner, self.arrived_at)
         if request is None:
-            request = open_by_propagators(headers, name, owner, ambient, self.arrived_at)
+            request = open_by_propagators(headers, name, owner, around, self.arrived_at)
         self.request = request
         if request is None:
             return None
@@ -143,9 +147,10 @@ class ServerExchange:
     # ── the response ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def note_other_span(self) -> None:
-        """Notes, for a deferred request, whether the span of another instrumentation is current."""
+        """Notes, for a deferred request, whether the span of another instrumentation is current. It may end before a stream."""
         if self._deferred is not None and self.request is None:
             self.is_counted_elsewhere = has_active_span()
+            self._other_context = current_context() if self.is_counted_elsewhere else None
 
     def record_chunk(self, chunk: Any, at: int) -> None:
         """Records a chunk of the response, which the server is about to send; an empty one is none."""
