@@ -18,6 +18,7 @@ from otel_infer.instrumentation.batch_windows import is_getter, note_wait
 from otel_infer.instrumentation.hooks.context_hooks import compile_queue_put, compile_queue_take
 from otel_infer.instrumentation.hooks.instrumentor import Instrumentor
 from otel_infer.instrumentation.hooks.probe import Hook
+from otel_infer.instrumentation.libraries import is_of_library
 from otel_infer.instrumentation.queue_states import (
     LeftAlone,
     PutItem,
@@ -34,14 +35,6 @@ from otel_infer.tracing.deferred_request import CurrentRequest
 from otel_infer.tracing.request_span import REQUEST_KEY, RequestSpan
 from otel_infer.tracing.work import Work, Worker, attach_work, find_worker
 
-_LIBRARIES = frozenset(
-    (
-        "amqp", "anyio", "arq", "asgiref", "billiard", "celery", "concurrent", "dramatiq", "gevent", "grpc", "gunicorn",
-        "kombu", "logging", "multiprocessing", "opentelemetry", "ray", "redis", "rq", "sglang", "starlette", "torch", "tornado",
-        "transformers", "uvicorn", "vllm", "waitress", "werkzeug",
-    )
-)  # fmt: skip
-"""Packages whose own queues are not followed: servers, pools, engines and job queues, which other hooks follow, and log handlers."""
 instrumentor = Instrumentor("queues", "python", ("asyncio.queues", "queue"))
 
 
@@ -51,7 +44,7 @@ def note_put(queue: Any, item: Any, frame: Any) -> QueueState | None:
     if found is None:
         return None
     state = find_state(queue)
-    if state is None and is_of_library(frame):
+    if state is None and is_put_by_library(frame):
         leave_alone(queue)
         return None
     if type(state) is LeftAlone:
@@ -114,6 +107,13 @@ def _is_past_queue(entry: PutItem) -> bool:
     )
 
 
+def is_put_by_library(frame: Any) -> bool:
+    """Returns whether a library that other hooks follow, or that serves no request, puts an item in this frame."""
+    while frame is not None and frame.f_globals.get("__name__") in ("asyncio.queues", "queue"):
+        frame = frame.f_back
+    return is_of_library(frame)
+
+
 def take_for_worker(work: Work | None, request: CurrentRequest | None, item_id: int = 0) -> None:
     """Makes the request what the worker works for, perhaps with others in a batch.
 
@@ -126,14 +126,6 @@ def take_for_worker(work: Work | None, request: CurrentRequest | None, item_id: 
         work.take(request, item_id)
         return
     attach_work(work.take_next(request, item_id))
-
-
-def is_of_library(frame: Any) -> bool:
-    """Returns whether a library that other hooks follow, or that serves no request, puts the item."""
-    while frame is not None and frame.f_globals.get("__name__") in ("asyncio.queues", "queue"):
-        frame = frame.f_back
-    module = "" if frame is None else str(frame.f_globals.get("__name__"))
-    return module.partition(".")[0] in _LIBRARIES
 
 
 # ── hooks ────────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -16,7 +16,12 @@ class UnseenLibrary(NamedTuple):
 
 
 _MODELS = "its models have no stage: put `otel_infer.stage` around their calls"
+_SERVER = "its requests have no SERVER span unless the application is wrapped: `otel_infer.instrumentation.wsgi.wrap`"
 UNSEEN_LIBRARIES = (
+    UnseenLibrary("uwsgi", _SERVER),
+    UnseenLibrary("cheroot", _SERVER),
+    UnseenLibrary("bjoern", _SERVER),
+    UnseenLibrary("robyn", "its requests are not seen: open them by `otel_infer.request`"),
     UnseenLibrary("sglang", "its engine is not followed: HTTP requests only"),
     UnseenLibrary("llama_cpp", "its engine is not followed: HTTP requests only"),
     UnseenLibrary("onnxruntime", _MODELS),

@@ -4,8 +4,8 @@
     asyncio's Lock, Semaphore, Condition                ──▶ `lock wait`, if it could not be had at once
     threading's Semaphore, Condition                    ──▶ `lock wait`, likewise; a `threading.Lock` is C
 
-Waits under 5 ms are not recorded. A wait of asyncio's or the standard library's own, inside of a queue or a future, is
-none of these: what it waits for is another function's work.
+Waits under 5 ms are not recorded. A wait of the standard library's or a server's own, inside of a queue or a future, is
+none of these: what it waits for is another function's work (`libraries`).
 """
 
 from __future__ import annotations
@@ -18,14 +18,13 @@ from otel_infer import _clock
 from otel_infer.instrumentation.hooks.context_hooks import compile_thread_work
 from otel_infer.instrumentation.hooks.instrumentor import Instrumentor
 from otel_infer.instrumentation.hooks.probe import Hook, WrapperFactory
+from otel_infer.instrumentation.libraries import is_of_library
 from otel_infer.ringbuffer import events
 from otel_infer.tracing import start
 from otel_infer.tracing.deferred_request import CurrentRequest
 
 MIN_WAIT_NS = 5_000_000
-_LIBRARY_MODULES = frozenset(
-    ("threading", "queue", "concurrent.futures._base", "concurrent.futures.thread", "multiprocessing.pool")
-)
+_STANDARD_MODULES = ("threading", "queue")
 
 instrumentor = Instrumentor("waits", "python", ("threading",))
 
@@ -143,10 +142,10 @@ def _find_request_that_waits(lock: Any, is_free: Callable[[Any], bool], hook: Ho
 
 
 def _is_called_by_library(frame: Any) -> bool:
-    """Returns whether the caller is Python's own code, such as a queue or a future. `with` calls it by `__enter__`."""
+    """Returns whether the caller is a library's code, such as a queue, a future or a server. `with` calls it by `__enter__`."""
     if frame.f_code.co_name in ("__enter__", "wait_for"):
         frame = frame.f_back
-    return frame is None or frame.f_globals.get("__name__") in _LIBRARY_MODULES
+    return frame is None or frame.f_globals.get("__name__") in _STANDARD_MODULES or is_of_library(frame)
 
 
 def _never(_: Any) -> bool:

@@ -92,7 +92,7 @@ CAUSE_TABLE = (
     Cause(
         CAUSE_SOCKET_QUEUE, GROUP_PRE_ENGINE, "#6d9fd4",
         "in the server's socket, not yet read by the server",
-        "keep blocking calls off the event loop: `def` instead of `async def`, or asyncio.to_thread; else add server processes",
+        "with an event loop keep blocking calls off it: `def` instead of `async def`, or asyncio.to_thread; else add worker threads or processes",
         stages=(spans.SPAN_ACCEPT,),
         sampled=(LATE_EVENT_LOOP,),
     ),

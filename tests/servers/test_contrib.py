@@ -74,7 +74,7 @@ def test_a_stream_and_an_error_have_the_server_span_of_the_other(tmp_path: Path)
             first, second, *lines = tree(spans, answer.parent_id)
             assert [first, second, *sorted(lines)] == [*expected[:2], *sorted(expected[2:])]
             assert sum(span["kind"] == 2 for span in spans) == 1
-            assert receiver.wait_for(lambda it: counted(it) == 1 + (path == "/stream"), 10)
+        assert receiver.wait_for(lambda it: counted(it) == 2, 10)
 
 
 @pytest.mark.parametrize("more", [(), ("aio",)], ids=["threads", "aio"])

@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 from otel_infer import _clock
 from otel_infer.instrumentation.hooks.context_hooks import compile_thread_work
 from otel_infer.instrumentation.hooks.probe import Hook
+from otel_infer.instrumentation.libraries import is_of_library
 from otel_infer.instrumentation.multiprocessing._instrumentor import instrumentor
 from otel_infer.instrumentation.multiprocessing.process_call import Headers, join_requests, list_headers
-from otel_infer.instrumentation.queues import is_of_library, take_for_worker
+from otel_infer.instrumentation.queues import take_for_worker
 from otel_infer.ringbuffer import events
 from otel_infer.ringbuffer.forks import call_in_child
 from otel_infer.tracing import context, start

@@ -37,12 +37,13 @@ def begin_exchange(environ: Environ, hook: Hook) -> WsgiExchange | None:
 class WsgiExchange(HttpExchange):
     """One HTTP request of a WSGI server."""
 
-    __slots__ = ("environ", "task")
+    __slots__ = ("environ", "path", "prefix", "task")
 
     owner = "wsgi"
 
     def __init__(self, environ: Environ, hook: Hook) -> None:
         self.environ = environ
+        self.path, self.prefix = str(environ.get("PATH_INFO", "")), str(environ.get("SCRIPT_NAME", ""))
         self.task: QueuedTask = find_task(environ)
         has_other_span = any(name in sys.modules for name in _OTHERS)
         method, scheme = environ.get("REQUEST_METHOD"), environ.get("wsgi.url_scheme")
@@ -58,7 +59,20 @@ class WsgiExchange(HttpExchange):
         ]
 
     def find_path(self) -> str:
-        return str(self.environ.get("PATH_INFO", ""))
+        """Returns the path as the server has received it: a dispatcher moves its prefix to `SCRIPT_NAME`."""
+        return self.path
+
+    def note_route(self, template: str) -> None:
+        """Notes the template that a framework has found, below the prefix under which this process mounts the application."""
+        mounted = str(self.environ.get("SCRIPT_NAME", "")).removeprefix(self.prefix)
+        if mounted and self._is_in_headers(mounted.strip("/")):
+            mounted = ""
+        self.route = f"{mounted}{template if template.startswith('/') else f'/{template}'}"
+
+    def _is_in_headers(self, text: str) -> bool:
+        """Returns whether a header has this path: a client may have sent it, so it must not leave the process."""
+        values = [str(value) for name, value in self.environ.items() if name.startswith("HTTP_")]
+        return any(part.strip(" /") == text for value in values for part in value.split(","))
 
     def find_address(self) -> Any:
         port = str(self.environ.get("SERVER_PORT", ""))

@@ -1,6 +1,6 @@
 """Reads the route template of a request from the framework that found it: Flask, Django, Falcon.
 
-The path under which an application is mounted is no part of it, because a proxy's header may state that path.
+The path under which this process mounts an application is a part of it. A path that a header states is none.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _make_hook(note_route: Callable[..., None]) -> Callable[..., Any]:
 def _set_route(environ: Any, template: Any) -> None:
     exchange = environ.get(ENVIRON_KEY) if isinstance(environ, dict) else None
     if exchange is not None and isinstance(template, str):
-        exchange.route = template if template.startswith("/") else f"/{template}"
+        exchange.note_route(template)
 
 
 def _note_flask_route(result: Any, context: Any) -> None:

@@ -170,6 +170,18 @@ def test_queue_and_future_are_no_locks(recording: Recording) -> None:
     assert find_waits(recording) == []
 
 
+@pytest.mark.parametrize(
+    "module", ["asgiref.current_thread_executor", "grpc._server", "gunicorn.workers.gthread"]
+)
+def test_the_condition_of_a_server_is_no_lock_of_the_application(recording: Recording, module: str) -> None:
+    """An asynchronous view of Django runs while asgiref's thread waits on a condition."""
+    names: dict[str, Any] = {"__name__": module, "condition": threading.Condition()}
+    exec("def wait():\n with condition:\n  condition.wait(0.03)", names)
+    with _InRequest():
+        names["wait"]()
+    assert find_waits(recording) == []
+
+
 def test_wait_after_the_first_token_is_not_recorded(recording: Recording) -> None:
     semaphore = threading.Semaphore(0)
     threading.Timer(HELD_S, semaphore.release).start()

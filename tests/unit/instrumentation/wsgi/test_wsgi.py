@@ -23,6 +23,7 @@ from otel_infer.assembly.records.request import RequestRecord
 from otel_infer.instrumentation import wsgi
 from otel_infer.instrumentation.hooks.probe import Hook
 from otel_infer.instrumentation.wsgi import waitress_queue
+from otel_infer.instrumentation.wsgi.exchange import ENVIRON_KEY
 from otel_infer.ringbuffer import events, layout
 from otel_infer.ringbuffer.recorder import recorder
 from otel_infer.tracing import start
@@ -336,3 +337,26 @@ def test_a_second_request_of_a_connection_has_not_waited(recording: Recording) -
     environ = make_environ(**{waitress_queue.CHANNEL_KEY: channel.check_client_disconnected})
     assert waitress_queue.find_task(environ).put_at == 1
     assert waitress_queue.find_task(environ).put_at == 0
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "headers", "route"),
+    [
+        ("", "", {}, "/score/<name>"),
+        ("", "/models/a", {}, "/models/a/score/<name>"),
+        ("/proxied", "/proxied/a", {}, "/a/score/<name>"),
+        ("/proxied", "/proxied", {}, "/score/<name>"),
+        ("", "/secret", {"HTTP_X_FORWARDED_PREFIX": "/secret"}, "/score/<name>"),
+        ("", "/secret", {"HTTP_X_SCRIPT_NAME": "secret/"}, "/score/<name>"),
+    ],
+)
+def test_the_route_has_the_prefix_of_a_dispatcher_but_none_of_a_header(
+    recording: Recording, before: str, after: str, headers: dict[str, str], route: str
+) -> None:
+    def dispatch(environ: Environ, start_response: Callable[..., Any]) -> Iterable[bytes]:
+        environ["SCRIPT_NAME"], environ["PATH_INFO"] = after, "/score/a"
+        environ[ENVIRON_KEY].note_route("/score/<name>")
+        return score(environ, start_response)
+
+    call(dispatch, make_environ(path=f"{after}/score/a", SCRIPT_NAME=before, **headers))
+    assert find_record(recording).attributes[semconv.HTTP_ROUTE] == route
