@@ -7,10 +7,9 @@ The hooks of `instrumentation.torch.cuda_graphs` call this module.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
-
-from otel_infer.ringbuffer.forks import call_in_child
 
 MAX_WAIT_S = 0.1
 """Longest time that a capture waits for a device query; queries end within µs."""
@@ -63,4 +62,4 @@ def _reset_after_fork() -> None:
     _lock, _active_queries, open_captures = threading.Lock(), 0, 0
 
 
-call_in_child(_reset_after_fork)
+os.register_at_fork(after_in_child=_reset_after_fork)

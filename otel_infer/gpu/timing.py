@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import threading
 import weakref
 from collections.abc import Callable
@@ -23,7 +24,6 @@ from otel_infer.gpu.clock_sync import ClockMap
 from otel_infer.gpu.device import Device, current_device
 from otel_infer.gpu.sample_rate import share_cost
 from otel_infer.gpu.timeline import DeviceInterval, DeviceSpan, Timeline
-from otel_infer.ringbuffer.forks import call_in_child
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ class DeviceTiming:
         self._find_device = find_device
         self._lock = threading.Lock()
         self._worker: _TimingThread | None = None
-        call_in_child(self._reset_after_fork)
+        os.register_at_fork(after_in_child=self._reset_after_fork)
 
     @property
     def is_device_timed(self) -> bool:
