@@ -190,4 +190,5 @@ except ImportError as exc:
     finally:
         interpreters.destroy(other)
     seen.seek(0)
-    assert seen.read() == b"the compiled module serves one interpreter"
+    refused = seen.read()  # Python 3.12 refuses a module for an interpreter with a lock of its own by itself
+    assert refused == b"the compiled module serves one interpreter" or b"subinterpreters" in refused
