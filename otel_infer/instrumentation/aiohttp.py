@@ -1,6 +1,8 @@
 """Records HTTP requests of aiohttp.web: their arrival, the response, and their outcome.
 
-RequestHandler._handle_request ─▶ handler ─▶ StreamResponse.write, per chunk of a stream ─▶ the response is finished
+RequestHandler._handle_request ─▶ handler ─▶ StreamResponse.prepare ─▶ write, per chunk of a stream ─▶ the response is finished
+
+A client that leaves is seen in RequestHandler.connection_lost. The handler goes on, unless it writes or the server cancels handlers.
 """
 
 from __future__ import annotations
@@ -45,6 +47,8 @@ class AiohttpExchange(TransportExchange):
             except BaseException as exc:
                 self.error = exc
                 raise
+            finally:
+                self.record_route()
             if not getattr(response, "prepared", True):  # it is no stream
                 self.record_chunk(response, _clock.now())
             return response
@@ -52,10 +56,14 @@ class AiohttpExchange(TransportExchange):
         return call_and_follow
 
     def record_response(self, response: Any, is_complete: bool) -> None:
-        """Notes status, route and the last byte of a response that was sent."""
+        """Notes the status and the last byte of a response that was sent."""
+        if is_complete and not self.disconnected_at:
+            self.record_sent_status(response.status)
+            self.completed_at = _clock.now()
+
+    def record_route(self) -> None:
+        """Notes the route that the application found."""
         try:
-            self.status = int(response.status)
-            self.completed_at = _clock.now() if is_complete else 0
             route = getattr(getattr(self.incoming, "match_info", None), "route", None)
             template = getattr(getattr(route, "resource", None), "canonical", "")
             self.route = template if isinstance(template, str) else ""
@@ -74,9 +82,11 @@ def _has_middleware_of_opentelemetry(app: Any) -> bool:
 def _begin_exchange(incoming: Any, hook: Hook, handler: Handler) -> AiohttpExchange | None:
     """Returns the exchange that begins here; None if it is not recorded."""
     try:
-        if not can_record(hook) or is_websocket(incoming.headers):
+        if not can_record(hook) or is_websocket(incoming.method, incoming.headers):
             return None
-        exchange = incoming[EXCHANGE_KEY] = AiohttpExchange(incoming, hook, handler)
+        exchange = AiohttpExchange(incoming, hook, handler)
+        # Not by `incoming[...]`, which warns of a key that is a string. Clones of the request have this dictionary too.
+        incoming._state[EXCHANGE_KEY] = exchange
         return exchange
     except BaseException as exc:
         hook.count_failure(exc)
@@ -102,11 +112,42 @@ def _patch_handle_request(original: Callable[..., Any], hook: Hook) -> Callable[
     return handle_request
 
 
+def _find_exchange(incoming: Any) -> AiohttpExchange | None:
+    """Returns the exchange of a request of aiohttp; None without one, and for a request of an application's own kind."""
+    state = getattr(incoming, "_state", None)
+    return state.get(EXCHANGE_KEY) if isinstance(state, dict) else None
+
+
+@instrumentor.patch_hot_path(
+    "aiohttp.web_protocol:RequestHandler.connection_lost", optional=True, part="disconnects"
+)
+def _patch_connection_lost(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+    def connection_lost(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # A server that shuts down has closed the connection by force.
+        exchange = _find_exchange(getattr(self, "_current_request", None)) if hook.alive else None
+        if exchange is not None and not getattr(self, "_force_close", False):
+            exchange.record_disconnect()
+        return original(self, *args, **kwargs)
+
+    return connection_lost
+
+
+@instrumentor.patch_hot_path("aiohttp.web_response:StreamResponse.prepare", reads=("request",), part="status")
+def _patch_prepare(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+    async def prepare(self: Any, request: Any) -> Any:
+        result = await original(self, request)
+        exchange = _find_exchange(request) if hook.alive else None
+        if exchange is not None:
+            exchange.record_sent_status(self.status)
+        return result
+
+    return prepare
+
+
 @instrumentor.patch_hot_path("aiohttp.web_response:StreamResponse.write")
 def _patch_write(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     async def write(self: Any, data: Any) -> Any:
-        incoming = self._req if hook.alive else None
-        exchange = None if incoming is None else incoming.get(EXCHANGE_KEY)
+        exchange = _find_exchange(self._req) if hook.alive else None
         request = None if exchange is None else exchange.request
         if exchange is None or request is None:
             return await original(self, data)

@@ -7,6 +7,7 @@ Sanic rewrites `handle_request` when it starts, so the server's reference to it 
 
 from __future__ import annotations
 
+from asyncio import CancelledError
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -19,6 +20,7 @@ from otel_infer.instrumentation.hooks.probe import Hook
 from otel_infer.instrumentation.http_server.app_attribute import patch_app_attribute
 from otel_infer.instrumentation.http_server.exchange import TransportExchange, is_websocket
 from otel_infer.instrumentation.http_server.server_exchange import can_record, encode_headers
+from otel_infer.ringbuffer import events
 
 RequestHandler = Callable[[Any], Awaitable[Any]]
 
@@ -36,16 +38,32 @@ class SanicExchange(TransportExchange):
         return encode_headers(self.incoming.headers.items())
 
     def record_response(self) -> None:
-        """Notes status, route and the last byte of a response that was sent."""
+        """Notes status and the last byte of a response that was sent."""
         try:
             stream = self.incoming.stream
             response = None if stream is None else stream.response
-            self.status = int(response.status) if response is not None else self.status
-            self.route = _find_template(self.incoming)
             if response is not None and not self.has_client_left(None):
-                self.completed_at = _clock.now()
+                self.status, self.completed_at = int(response.status), _clock.now()
         except BaseException as exc:
             self._hook.count_failure(exc)
+
+    def record_route(self) -> None:
+        """Notes the route that Sanic found, and whether the connection was lost."""
+        try:
+            self.route = _find_template(self.incoming)
+            if getattr(self.incoming.conn_info, "lost", False):
+                self.record_disconnect()
+        except BaseException as exc:
+            self._hook.count_failure(exc)
+
+    def _determine_outcome(self, exc: BaseException | None) -> tuple[int, str]:
+        """Returns outcome and error type. Where Sanic cancels for its response timeout, it answers with an error then."""
+        stream = self.incoming.stream if isinstance(exc, CancelledError) else None
+        answered = getattr(stream, "exception", None)
+        if answered is None or self.has_client_left(exc):
+            return super()._determine_outcome(exc)
+        self.status = self.status or int(answered.status_code)
+        return events.ABORTED, events.TIMEOUT
 
 
 def _find_template(incoming: Any) -> str:
@@ -57,7 +75,7 @@ def _find_template(incoming: Any) -> str:
 def _begin_exchange(incoming: Any, hook: Hook) -> SanicExchange | None:
     """Returns the exchange that begins here; None if it is not recorded."""
     try:
-        if not can_record(hook) or is_websocket(incoming.headers):
+        if not can_record(hook) or is_websocket(incoming.method, incoming.headers):
             return None
         exchange = incoming.ctx.otel_infer_exchange = SanicExchange(incoming, hook)
         return exchange
@@ -72,8 +90,11 @@ def _wrap_handler(handler: RequestHandler, hook: Hook) -> RequestHandler:
         if exchange is None:
             return await handler(request)
         with exchange:
-            result = await handler(request)
-            exchange.record_response()
+            try:
+                result = await handler(request)
+                exchange.record_response()
+            finally:
+                exchange.record_route()
         exchange.end()
         return result
 
@@ -111,6 +132,7 @@ def _patch_send(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
                 _note_route_on_asgi(incoming, hook)
             return await original(self, *args, **kwargs)
         began_at = _clock.now()
+        exchange.record_sent_status(self.status)
         exchange.record_chunk(self, began_at)
         try:
             return await original(self, *args, **kwargs)

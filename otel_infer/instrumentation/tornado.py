@@ -1,6 +1,8 @@
 """Records HTTP requests of Tornado: their arrival, the response, and their outcome.
 
-    headers ─▶ body ─▶ RequestHandler._execute ─▶ flush, per chunk of a stream ─▶ finish
+    headers ─▶ body ─▶ RequestHandler._execute ─▶ flush, per chunk of a stream ─▶ finish, which is the end
+
+A client that leaves is seen in the callback that Tornado has for that, before the handler's `on_connection_close`.
 
 The route is the pattern of the rule that matched, as Tornado knows no other name for it.
 """
@@ -27,14 +29,17 @@ instrumentor = Instrumentor("tornado", "tornado", ("tornado.web",))
 
 
 class TornadoExchange(HttpExchange):
-    """One HTTP request of Tornado. It arrived with its headers; its body was read since. `handler`: Tornado's handler."""
+    """One HTTP request of Tornado. It arrived with its headers; its body was read since. `handler`: Tornado's handler.
 
-    __slots__ = ("address", "handler")
+    `outlives_handler`: the handler has returned, and the response is finished elsewhere.
+    """
+
+    __slots__ = ("address", "handler", "outlives_handler")
 
     owner = "tornado"
 
     def __init__(self, handler: Any, hook: Hook) -> None:
-        self.handler, self.address = handler, None
+        self.handler, self.address, self.outlives_handler = handler, None, False
         incoming = handler.request
         read_ns = max(int(incoming.request_time() * 1e9), 0)
         super().__init__(
@@ -63,10 +68,28 @@ class TornadoExchange(HttpExchange):
 
     def has_client_left(self, exc: BaseException | None) -> bool:
         """Returns whether the connection closed before the last byte."""
-        return not self.completed_at and self.find_socket() is None
+        return bool(self.disconnected_at) or (not self.completed_at and self.find_socket() is None)
+
+    def follow_connection(self) -> None:
+        """Notes on the way when the connection closes, unless Tornado has no callback for that."""
+        connection = self.handler.request.connection
+        callback = getattr(connection, "_close_callback", None)
+        if not callable(callback):
+            return
+
+        def note_and_call() -> None:
+            self.record_disconnect()
+            if self.outlives_handler:
+                self.end()
+            callback()
+
+        connection.set_close_callback(note_and_call)
 
     def record_flush(self, is_last: bool) -> None:
         """Records that buffered output is about to be sent, with the status in its first part."""
+        if self.has_client_left(None):
+            self.record_disconnect()
+            return
         now = _clock.now()
         if not self.status:
             self.record_start(int(self.handler._status_code))
@@ -75,13 +98,24 @@ class TornadoExchange(HttpExchange):
             self.completed_at = now
 
 
+def _passes_on(handler: Any) -> bool:
+    """Returns whether the handler passes its request on to another application, which answers it."""
+    kind = getattr(sys.modules.get("tornado.web"), "FallbackHandler", None)
+    return kind is not None and isinstance(handler, kind)
+
+
 def _begin_exchange(handler: Any, hook: Hook) -> TornadoExchange | None:
     """Returns the exchange that begins here; None if it is not recorded."""
     try:
-        if not can_record(hook) or is_websocket(handler.request.headers):
+        if (
+            not can_record(hook)
+            or is_websocket(handler.request.method, handler.request.headers)
+            or _passes_on(handler)
+        ):
             return None
         exchange = handler.otel_infer_exchange = TornadoExchange(handler, hook)
         exchange.route = getattr(handler.request, "otel_infer_route", "")
+        exchange.follow_connection()
         return exchange
     except BaseException as exc:
         hook.count_failure(exc)
@@ -94,12 +128,12 @@ def _patch_execute(original: Callable[..., Awaitable[Any]], hook: Hook) -> Calla
         exchange = _begin_exchange(self, hook)
         if exchange is None:
             return await original(self, *args, **kwargs)
-        try:
-            with exchange:
-                result = await original(self, *args, **kwargs)
-        finally:
-            self.otel_infer_exchange = None
-        exchange.end()
+        with exchange:
+            result = await original(self, *args, **kwargs)
+        if self._finished or exchange.has_client_left(None):
+            exchange.end()
+        else:
+            exchange.outlives_handler = True
         return result
 
     return execute
@@ -126,7 +160,11 @@ def _patch_flush(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]
             exchange.record_flush(include_footers)
         except BaseException as exc:
             hook.count_failure(exc)
-        return original(self, include_footers)
+        result = original(self, include_footers)
+        if include_footers:
+            self.otel_infer_exchange = None
+            exchange.end()  # what the handler does after that is no part of the request
+        return result
 
     return flush
 

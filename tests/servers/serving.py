@@ -52,6 +52,12 @@ SERVERS = {
     "django, gunicorn sync": ServedApp(_gunicorn("django_app:wsgi"), DJANGO_ROUTE, HIDDEN),
     "django, uvicorn": ServedApp(_uvicorn("django_app:asgi"), DJANGO_ROUTE, HIDDEN),
     "falcon, wsgiref": ServedApp(_module("falcon_app"), "/classify/{name}", HIDDEN, "localhost"),
+    "falcon, uvicorn": ServedApp(_uvicorn("falcon_asgi_app:app"), "/classify/{name}", HIDDEN),
+    "falcon, hypercorn": ServedApp(
+        ("-m", "hypercorn", "-b", "127.0.0.1:{port}", f"{APPS}.falcon_asgi_app:app"),
+        "/classify/{name}",
+        HIDDEN,
+    ),
     "litestar, uvicorn": ServedApp(_uvicorn("litestar_app:app"), "/classify/{name}", HIDDEN),
     "aiohttp": ServedApp(_module("aiohttp_app"), "/classify/{name}"),
     "tornado": ServedApp(_module("tornado_app"), "/classify/([a-z]+)"),

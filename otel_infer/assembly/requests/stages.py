@@ -23,6 +23,8 @@ DescribeStage = Callable[[OpenRequest, int, int], Attributes]
 NO_INTERVAL: Interval = (0, 0)
 RESULT_STAGES = frozenset((semconv.SPAN_FORWARD, semconv.SPAN_D2H))
 """Stages after which a result exists that needs no decoding."""
+UNWINDING_NS = 1_000_000
+"""Within this time a cancellation passes from the stage that it ended to the end of the request."""
 _WAITS = frozenset((semconv.SPAN_ACCEPT, *semconv.WAIT_STAGES))
 
 
@@ -82,7 +84,8 @@ def _follows_ingress(stage: Stage, seen_at: int) -> bool:
 def stage_at_end(record: RequestRecord, request: OpenRequest, milestones: Milestones) -> str:
     """Returns the stage in which the request ended: the one that raised, else the last one that had begun.
 
-    An engine that had not ended the request determines the stage itself. Empty if none is known.
+    An engine that had not ended the request determines the stage itself. Empty if none is known, and for a request that
+    was aborted between stages.
     """
     is_in_engine = (milestones.submitted_at or milestones.scheduled_at) and not milestones.finished
     if not is_in_engine and (raised := _find_raised_stage(request)):
@@ -95,9 +98,11 @@ def stage_at_end(record: RequestRecord, request: OpenRequest, milestones: Milest
         return semconv.SPAN_QUEUE
     open_stages = [stage for stage in record.stages if stage.ended_at == record.ended_at]
     candidates = open_stages or record.stages
+    if record.outcome == events.ABORTED:
+        candidates = [stage for stage in candidates if stage.ended_at >= record.ended_at - UNWINDING_NS]
     if candidates:
         return candidates[-1].name
-    return semconv.SPAN_INGRESS if _is_http(record, request) else ""
+    return semconv.SPAN_INGRESS if not record.stages and _is_http(record, request) else ""
 
 
 def _find_raised_stage(request: OpenRequest) -> str:

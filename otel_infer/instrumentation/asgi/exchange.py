@@ -14,9 +14,14 @@ from otel_infer.instrumentation.asgi.entry_point import AsgiEntryPoint
 from otel_infer.instrumentation.asgi.exchange_state import Message, Scope, Send
 from otel_infer.instrumentation.asgi.response import Response
 from otel_infer.instrumentation.asgi.route import encode_method_and_route
-from otel_infer.instrumentation.asgi.server_connection import UNKNOWN_CONNECTION, follow_connection
+from otel_infer.instrumentation.asgi.server_connection import (
+    UNKNOWN_CONNECTION,
+    follow_connection,
+    follow_stream,
+    unfollow_stream,
+)
 from otel_infer.instrumentation.hooks.probe import Hook
-from otel_infer.instrumentation.http_server.local_address import record_address
+from otel_infer.instrumentation.http_server.local_address import announce_address, record_address
 from otel_infer.instrumentation.http_server.outcome import determine_outcome, unwrap_group
 from otel_infer.instrumentation.http_server.parent_context import (
     Tokens,
@@ -69,6 +74,7 @@ class Exchange(Response):
             self.connection, self.is_followed = owner, follow_connection(owner, self)
         else:
             self.connection, self.is_followed = UNKNOWN_CONNECTION, False
+            follow_stream(send, self)
         self.receive = receive if self.is_followed else self.receive_and_record
         self.bind_send()
 
@@ -86,6 +92,8 @@ class Exchange(Response):
         self.send = self.receive = None
         if self.is_followed:
             self.connection.otel_infer_response = None
+        else:
+            unfollow_stream(self.server_send, self)
         self.scope.pop(SCOPE_KEY, None)
 
     def open_request(self, ambient: bool) -> Tokens:
@@ -105,6 +113,7 @@ class Exchange(Response):
                 )
             self.request = request
             if request is not None:
+                announce_address(scope.get("server"))  # before a request can end
                 record_socket_wait(request, find_connection_socket(self.server_send), at, _now())
                 if caller.caller_settings is not tenancy.NO_CALLER_SETTINGS:
                     caller.record_caller(request, headers, str(self.scope.get("path", "")))

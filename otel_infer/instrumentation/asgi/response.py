@@ -18,6 +18,7 @@ from otel_infer.instrumentation.asgi.exchange_state import ExchangeState, Messag
 from otel_infer.instrumentation.asgi.server_connection import (
     UNKNOWN_CONNECTION,
     follow_stream,
+    is_stream_followed,
 )
 from otel_infer.ringbuffer import events
 from otel_infer.tracing import request_span
@@ -160,7 +161,7 @@ class Response(ExchangeState):
 
     def reports_disconnects(self) -> bool:
         """Returns whether the server tells that its client has left."""
-        return self.connection is not UNKNOWN_CONNECTION
+        return self.connection is not UNKNOWN_CONNECTION or is_stream_followed(self.server_send, self)
 
     # ── what `Exchange` adds ─────────────────────────────────────────────────────────────────────────────────────
 

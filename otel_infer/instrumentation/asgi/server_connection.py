@@ -1,7 +1,7 @@
 """Hooks on uvicorn's and hypercorn's connections, so that the chunks of a stream pass without a frame of ours.
 
     uvicorn    on_response ─▶ last byte     FlowControl.drain ─▶ slow reader     connection_lost ─▶ the client left
-    hypercorn  _send_closed ─▶ last byte    pause_writing, resume_writing (asyncio's streams) ─▶ slow reader
+    hypercorn  HTTPStream.handle ─▶ last byte, the client left    pause_writing, resume_writing (asyncio's streams) ─▶ slow reader
 
 None of them is called per chunk: a server drains, and a transport pauses, only while a client reads slowly.
 Where they are not installed, each `send` of the application is timed instead, at about 1 µs per chunk.
@@ -32,10 +32,12 @@ _hooks: dict[str, Hook] = {}
 class DirectResponse(Protocol):
     """A response whose chunks the application hands to the server directly.
 
-    `on_response`: what the server called at the last byte before `end_response` took its place.
+    `on_response`: what the server called at the last byte before `end_response` took its place. `is_direct`: chunks have
+    passed.
     """
 
     on_response: Callable[[], None] | None
+    is_direct: bool
 
     def end_response(self) -> None:
         """Closes the request, whose last byte was written, and calls `on_response`."""
@@ -79,7 +81,7 @@ def can_follow(cycle: Any) -> bool:
 
 
 def follow_stream(send: Callable[..., Any], response: DirectResponse) -> bool:
-    """Reports the last byte of this hypercorn stream to `response`.
+    """Reports the last byte and a disconnect of this hypercorn stream to `response`, until `unfollow_stream`.
 
     Returns False if the hooks on this server are not installed.
     """
@@ -96,13 +98,24 @@ def follow_stream(send: Callable[..., Any], response: DirectResponse) -> bool:
     return True
 
 
+def unfollow_stream(send: Callable[..., Any], response: DirectResponse) -> None:
+    """Ends `follow_stream`, also where it returned False."""
+    if is_stream_followed(send, response):
+        send.__self__.otel_infer_response = None  # type: ignore[attr-defined]
+
+
+def is_stream_followed(send: Callable[..., Any], response: DirectResponse) -> bool:
+    """Returns whether the stream behind this `send` is followed by `response`."""
+    return getattr(getattr(send, "__self__", None), "otel_infer_response", None) is response
+
+
 def register_hooks(instrumentor: Instrumentor) -> None:
     """Registers the hooks. Each module is a part, because uvicorn imports one of its implementations only."""
     for target, wrap in (
         (f"{H11}:H11Protocol.connection_lost", _wrap_connection_lost),
         (f"{HTTPTOOLS}:HttpToolsProtocol.connection_lost", _wrap_connection_lost),
         (f"{FLOW_CONTROL}:FlowControl.drain", _wrap_drain),
-        (f"{HYPERCORN}:HTTPStream._send_closed", _wrap_send_closed),
+        (f"{HYPERCORN}:HTTPStream.handle", _wrap_handle),
         (f"{STREAMS}:FlowControlMixin.pause_writing", _wrap_pause_writing),
         (f"{STREAMS}:FlowControlMixin.resume_writing", _wrap_resume_writing),
     ):
@@ -134,16 +147,25 @@ def _wrap_connection_lost(original: Callable[..., Any], hook: Hook) -> Callable[
     return compile_hook("lost connection", native, original, hook, connection_lost)
 
 
-def _wrap_send_closed(original: Callable[..., Awaitable[Any]], hook: Hook) -> Callable[..., Awaitable[Any]]:
-    async def send_closed(self: Any) -> Any:
-        result = await original(self)
-        response = getattr(self, "otel_infer_response", None)
-        if response is not None:
-            self.otel_infer_response = None
-            response.record_last_byte(_clock.now())
-        return result
+def _wrap_handle(original: Callable[..., Awaitable[Any]], hook: Hook) -> Callable[..., Awaitable[Any]]:
+    """Returns a wrapper that sees the end of a stream: the response was handed over, or its connection was lost.
 
-    return send_closed
+    While the application runs, nothing else ends a stream. The application learns of the end after this call.
+    """
+
+    def handle(self: Any, event: Any) -> Awaitable[Any]:
+        response = getattr(self, "otel_infer_response", None)
+        if response is not None and type(event).__name__ == "StreamClosed" and hook.alive:
+            try:
+                if self.state.name != "CLOSED":
+                    response.record_disconnect(_clock.now())
+                elif response.is_direct:
+                    response.record_last_byte(_clock.now())
+            except Exception as exc:
+                hook.count_failure(exc)
+        return original(self, event)
+
+    return handle
 
 
 # ── slow readers ─────────────────────────────────────────────────────────────────────────────────────────────────

@@ -20,6 +20,11 @@ _announced_by: Any = None
 """The writer of this process: a forked process has another one."""
 
 
+def is_announced() -> bool:
+    """Returns whether the address of this process was recorded."""
+    return _announced_by is recorder.requests
+
+
 def announce_address(server: Any) -> Any:
     """Returns the address of this process: `server`, if none was recorded before. None without one."""
     global _announced, _announced_by

@@ -3,7 +3,7 @@
     server ─▶ application(environ, start_response) ─▶ body, read chunk by chunk ─▶ close
 
 The application is wrapped as its server receives it: werkzeug, gunicorn's workers, waitress, wsgiref and gevent. Any other
-server gets `wrap(app)`. Routes are read from Flask, Django and Falcon (`route`).
+server gets `wrap(app)`. Routes are read from Flask, Quart, Django and Falcon (`route`).
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ MODULES = (
     "wsgiref.simple_server",
     "gevent.pywsgi",
     "flask",
+    "quart.ctx",
     "django.core.handlers.base",
 )
 _WSGI_WORKERS = ("gunicorn.workers.sync", "gunicorn.workers.gthread", "gunicorn.workers.base_async")

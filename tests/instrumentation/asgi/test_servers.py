@@ -513,6 +513,33 @@ def test_a_slow_reader_of_hypercorn_is_known_from_the_transport(
     assert 200e6 < seen.ended.send_wait_ns < seen.ended.at - seen.arrived.at
 
 
+@pytest.mark.parametrize("path", ["/v1/models/a/stream?pause=0.02", "/v1/json", "/v1/slow"])
+def test_hypercorn_that_closes_the_connection_after_the_response_is_no_disconnect(
+    watched: Watched, serve_hypercorn: Callable[[Any], int], path: str
+) -> None:
+    """It sends `http.disconnect` after the last byte, while the application is still in its last `send`."""
+    assert b"200" in posted(serve_hypercorn(make_app()), path)
+    (seen,) = ended(watched)
+    assert seen.verdict == (events.OK, "", 200)
+
+
+@pytest.mark.parametrize(
+    ("path", "status"), [("/v1/slow", 0), ("/v1/models/a/stream?chunks=50&pause=0.02", 200)]
+)
+def test_a_client_that_leaves_hypercorn_aborts_at_once(
+    watched: Watched, serve_hypercorn: Callable[[Any], int], path: str, status: int
+) -> None:
+    connection = Connection(serve_hypercorn(make_app())).send_request(path)
+    if status:
+        connection.read_until(b"data:")
+    until(lambda: watched.requests)
+    left_at = _clock.now()
+    connection.close()
+    (seen,) = ended(watched)
+    assert seen.verdict == (events.ABORTED, "client_disconnect", status)
+    assert 0 < seen.ended.at - left_at < 60_000_000
+
+
 @pytest.mark.parametrize("late", [False, True])
 def test_large_bodies_on_one_connection_make_separate_traces(
     watched: Watched, serve: Callable[..., int], late: bool

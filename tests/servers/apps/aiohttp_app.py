@@ -7,7 +7,7 @@ import sys
 
 from aiohttp import web
 
-from tests.servers.apps.scorer import CHUNKS, PAUSE_S, score
+from tests.servers.apps.scorer import CHUNKS, PAUSE_S, WAIT_S, score
 
 routes = web.RouteTableDef()
 
@@ -40,6 +40,19 @@ async def stream_slowly(request: web.Request) -> web.StreamResponse:
     return await stream_scores(request, PAUSE_S)
 
 
+@routes.post("/wait")
+async def answer_late(request: web.Request) -> web.Response:
+    score(1)
+    await asyncio.sleep(WAIT_S)
+    return web.Response(text="late")
+
+
+@routes.post("/never")
+async def answer_never(request: web.Request) -> None:
+    score(1)
+    await asyncio.Event().wait()
+
+
 @routes.post("/fail")
 async def fail(request: web.Request) -> web.Response:
     raise RuntimeError("canary")
@@ -53,4 +66,4 @@ async def report_health(request: web.Request) -> web.Response:
 if __name__ == "__main__":
     app = web.Application()
     app.add_routes(routes)
-    web.run_app(app, host="127.0.0.1", port=int(sys.argv[1]), print=None)
+    web.run_app(app, host="127.0.0.1", port=int(sys.argv[1]), print=None, shutdown_timeout=0.2)

@@ -7,9 +7,10 @@ import sys
 
 from sanic import HTTPResponse, Request, Sanic, json, text
 
-from tests.servers.apps.scorer import CHUNKS, PAUSE_S, score
+from tests.servers.apps.scorer import CHUNKS, PAUSE_S, WAIT_S, score
 
 app = Sanic("scores")
+app.config.RESPONSE_TIMEOUT = 3
 
 
 @app.post("/classify/<name:str>")
@@ -39,6 +40,19 @@ async def stream(request: Request) -> None:
 @app.post("/slow")
 async def stream_slowly(request: Request) -> None:
     await stream_scores(request, PAUSE_S)
+
+
+@app.post("/wait")
+async def answer_late(request: Request) -> HTTPResponse:
+    score(1)
+    await asyncio.sleep(WAIT_S)
+    return text("late")
+
+
+@app.post("/never")
+async def answer_never(request: Request) -> None:
+    score(1)
+    await asyncio.Event().wait()
 
 
 @app.post("/fail")

@@ -10,6 +10,8 @@ import torch
 CHUNKS = 3
 PAUSE_S = 0.3
 """Between the chunks of `/slow`."""
+WAIT_S = 1.0
+"""Before the answer of `/wait`."""
 
 
 class Scorer(torch.nn.Module):

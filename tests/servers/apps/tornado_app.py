@@ -6,9 +6,9 @@ import asyncio
 import json
 import sys
 
-from tornado.web import Application, RequestHandler
+from tornado.web import Application, FallbackHandler, RequestHandler
 
-from tests.servers.apps.scorer import CHUNKS, PAUSE_S, score
+from tests.servers.apps.scorer import CHUNKS, PAUSE_S, WAIT_S, score
 
 
 class Classify(RequestHandler):
@@ -30,6 +30,32 @@ class Stream(RequestHandler):
             await self.flush()
 
 
+class Wait(RequestHandler):
+    async def post(self) -> None:
+        score(1)
+        await asyncio.sleep(WAIT_S)
+        self.write("late")
+
+
+class After(RequestHandler):
+    async def post(self) -> None:
+        self.finish("ok")
+        await asyncio.sleep(PAUSE_S)
+        score(1)
+
+
+class Late(RequestHandler):
+    """Returns before its response is finished."""
+
+    async def post(self) -> None:
+        self._auto_finish = False
+        asyncio.get_running_loop().call_later(PAUSE_S, self.finish_late)
+
+    def finish_late(self) -> None:
+        score(1)
+        self.finish("late")
+
+
 class Fail(RequestHandler):
     async def post(self) -> None:
         raise RuntimeError("canary")
@@ -39,6 +65,8 @@ class Health(RequestHandler):
     def get(self) -> None:
         self.write("ok")
 
+    post = get
+
 
 async def serve(port: int) -> None:
     app = Application(
@@ -47,6 +75,10 @@ async def serve(port: int) -> None:
             (r"/score/([a-z]+)", Classify),
             (r"/stream", Stream, {"pause_s": 0}),
             (r"/slow", Stream, {"pause_s": PAUSE_S}),
+            (r"/wait", Wait),
+            (r"/after", After),
+            (r"/late", Late),
+            (r"/inner/.*", FallbackHandler, {"fallback": Application([(r"/inner/health", Health)])}),
             (r"/fail", Fail),
             (r"/health", Health),
         ]

@@ -838,6 +838,16 @@ def test_innermost_custom_stage_is_the_failed_stage() -> None:
     assert story.record().failed_stage == "rerank"
 
 
+@pytest.mark.parametrize(("left_at", "expected"), [(8, ""), (3.5, "forward"), (2.5, "forward")])
+def test_a_client_that_leaves_between_stages_leaves_none(left_at: float, expected: str) -> None:
+    """At 2.5 ms the model runs; at 3.5 ms a cancellation may have ended it; at 8 ms the handler does something else."""
+    story = Story()
+    a = story.arrives(0, operation="")
+    story.stage("forward", 2, 3, a)
+    story.ends(left_at, a, events.ABORTED, "client_disconnect")
+    assert story.record().failed_stage == expected
+
+
 def test_failure_outside_stages_has_no_failed_stage() -> None:
     story = Story()
     a = story.arrives(0, http=False)
