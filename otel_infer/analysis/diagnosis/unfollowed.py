@@ -1,4 +1,4 @@
-"""Finds HTTP requests whose model calls are not connected with them: what can be said of the calls says nothing of them. Pure."""
+"""Finds HTTP requests whose model calls are not connected with them, so that a verdict on the calls is none on the requests. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from otel_infer.analysis.diagnosis.rules import Diagnosis
 
 MIN_UNFOLLOWED, _MAIN_SHARE = 3, 0.5
-"""Requests, and their share of all that a model should have been called for, from which nothing else is said."""
+"""Requests without a call, and their share of those with a body and those with a call, from which there is no verdict."""
 _METHODS_WITH_INPUT = frozenset(("POST", "PUT", "PATCH"))
 _NS_PER_MS = 1_000_000
 
@@ -30,13 +30,13 @@ def describe_unfollowed(finished: Sequence[RequestRecord]) -> str:
         return ""
     if calls:
         return (
-            f"{_describe_requests(without)} contain no call of a model, and {calls:,} calls of a model belong to no request: a worker "
-            "takes items in a way that is not followed, such as a list, a deque, a pipe or queue.SimpleQueue; put "
+            f"{_describe_requests(without)} contain no call of a model, and {calls:,} calls of a model belong to no request. A worker "
+            "takes items in a way that is not followed, such as a list, a deque, a pipe or queue.SimpleQueue. Put "
             "`otel_infer.item()` beside each item, and `with otel_infer.batch(items)` around the call"
         )
     if len(queued) > _MAIN_SHARE * len(without):
         return (
-            f"{_describe_requests(queued)} waited in a queue, and no call of a model was seen: put "
+            f"{_describe_requests(queued)} waited in a queue, and no call of a model was seen. Put "
             '`with otel_infer.stage("forward")` around the call of a library that is not instrumented, such as NumPy or ONNX Runtime'
         )
     return ""
