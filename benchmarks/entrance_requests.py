@@ -226,7 +226,10 @@ def _make_grpc_systems(stock: Stock) -> list[System]:
 
 
 def _call_grpc(serve: Any) -> None:
-    serve(_Call()).unary_unary(BODY, _Context())
+    handler = serve(_Call())
+    response = handler.unary_unary(BODY, _Context())
+    if handler.response_serializer is not None:
+        handler.response_serializer(response)
 
 
 ENTRANCES = (

@@ -9,11 +9,12 @@ from typing import Any
 import grpc
 import pytest
 
+from otel_infer import semconv
 from tests.servers.apps.scorer import CHUNKS
 from tests.servers.receiving import spans_of
 from tests.servers.requests_sent import make_ids, send
 from tests.servers.serving import ServedApp, make_command
-from tests.servers.test_grpc import GrpcServer
+from tests.servers.test_grpc import GrpcServer, Served
 from tests.support.arrivals import counted
 from tests.support.otlp_receiver import OtlpReceiver
 from tests.support.served import Server, free_port
@@ -87,3 +88,63 @@ def test_a_remote_call_has_the_server_span_of_the_other(more: tuple[str, ...], t
         spans = spans_of(receiver, trace_id, "inference Scorer")
         assert draw_kinds(spans, parent_id) == EXPECTED
         assert sum(span["kind"] == 2 for span in spans) == 1
+
+
+CALLS = (
+    ("Classify", "unary_unary", b"x", None),
+    ("Stream", "unary_stream", b"x", None),
+    ("Gather", "stream_unary", [b"a", b"b"], None),
+    ("Chat", "stream_stream", [b"a", b"b"], None),
+    ("GiveUp", "unary_unary", b"x", "UNAVAILABLE"),
+    ("RefuseLater", "unary_stream", b"x", "UNAVAILABLE"),
+    ("Chat", "stream_stream", [b"a", b"broken"], "ValueError"),
+    ("Unsendable", "unary_unary", b"x", "ValueError"),
+    ("Nothing", "unary_unary", b"x", "TypeError"),
+)
+
+
+@pytest.mark.parametrize("more", [(), ("aio",)], ids=["threads", "aio"])
+def test_any_remote_call_is_one_request(more: tuple[str, ...], tmp_path: Path) -> None:
+    port = free_port()
+    with OtlpReceiver() as receiver, serve("grpc_app", port, receiver, tmp_path / "log", *more):
+        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+            served = Served(channel, receiver)
+            for method, kind, request, error_type in CALLS:
+                trace_id, parent_id = served.call(
+                    method, kind, iter(request) if isinstance(request, list) else request
+                )[1:]
+                spans = spans_of(receiver, trace_id, "inference Scorer")
+                assert draw_kinds(spans, parent_id) == EXPECTED, method
+                assert sum(span["kind"] == 2 for span in spans) == 1
+                (inference,) = [span for span in spans if span["name"] == "inference Scorer"]
+                assert inference["attributes"].get(semconv.ERROR_TYPE) == error_type, method
+                forwards = [span for span in spans if span["name"] == "forward"]
+                assert forwards and all(span["parent_span_id"] == inference["span_id"] for span in forwards)
+                assert "ingress" in {span["name"] for span in spans}
+
+
+@pytest.mark.parametrize("more", [(), ("aio",)], ids=["threads", "aio"])
+def test_a_cancelled_remote_stream_is_one_request(more: tuple[str, ...], tmp_path: Path) -> None:
+    port = free_port()
+    with OtlpReceiver() as receiver, serve("grpc_app", port, receiver, tmp_path / "log", *more):
+        trace_id, parent_id, header = make_ids()
+        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+            stream = channel.unary_stream("/toy.Scorer/Slow")(b"x", metadata=(("traceparent", header),))
+            next(stream)
+            stream.cancel()
+            spans = spans_of(receiver, trace_id, "inference Scorer")
+    assert draw_kinds(spans, parent_id) == EXPECTED
+    assert sum(span["kind"] == 2 for span in spans) == 1
+    (inference,) = [span for span in spans if span["name"] == "inference Scorer"]
+    assert inference["attributes"][semconv.ERROR_TYPE] == semconv.ERROR_CLIENT_DISCONNECT
+
+
+@pytest.mark.parametrize("more", [(), ("aio",)], ids=["threads", "aio"])
+def test_a_span_of_a_stream_stays_current(more: tuple[str, ...], tmp_path: Path) -> None:
+    port = free_port()
+    with OtlpReceiver() as receiver, serve("grpc_app", port, receiver, tmp_path / "log", *more):
+        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+            trace_id = Served(channel, receiver).call("Steps", "unary_stream")[1]
+        spans = {span["name"]: span for span in spans_of(receiver, trace_id, "inference Scorer")}
+    for number in range(3):
+        assert spans[f"step {number}"]["parent_span_id"] == spans["steps"]["span_id"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,10 +26,12 @@ class Served(NamedTuple):
     channel: grpc.Channel
     receiver: OtlpReceiver
 
-    def call(self, method: str, kind: str = "unary_unary", request: Any = b"x") -> tuple[Any, str, str]:
+    def call(
+        self, method: str, kind: str = "unary_unary", request: Any = b"x", more: str = "x"
+    ) -> tuple[Any, str, str]:
         """Calls a method. Returns its response (a list of a stream's, or the status code), trace id and parent id."""
         trace_id, parent_id, header = make_ids()
-        metadata = (("traceparent", header),)
+        metadata = (("traceparent", header), (more, "1"))
         function = getattr(self.channel, kind)(f"/toy.Scorer/{method}")
         try:
             response = function(request, metadata=metadata, timeout=20)
@@ -50,16 +53,29 @@ class GrpcServer(Server):
         return True
 
 
-@pytest.fixture(scope="module", params=["threads", "aio"])
-def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    port, log = free_port(), tmp_path_factory.mktemp("grpc") / "server.log"
-    more = ("aio",) if request.param == "aio" else ()
+@contextmanager
+def serve(receiver: OtlpReceiver, log: Path, *more: str) -> Iterator[tuple[GrpcServer, Served]]:
+    """Runs the application, with a channel to it."""
+    port = free_port()
     app = ServedApp(("-m", "tests.servers.apps.grpc_app", "{port}", *more), "")
-    with OtlpReceiver() as receiver:
-        environ = {**receiver.environ, "OTEL_METRIC_EXPORT_INTERVAL": "1000", "PYTHONPATH": str(Path.cwd())}
-        with GrpcServer(make_command(app, port), port, log, environ):
-            with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
-                yield Served(channel, receiver)
+    environ = {**receiver.environ, "OTEL_METRIC_EXPORT_INTERVAL": "1000", "PYTHONPATH": str(Path.cwd())}
+    with GrpcServer(make_command(app, port), port, log, environ) as server:
+        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+            yield server, Served(channel, receiver)
+        assert "hook on" not in server.read_log()
+
+
+@pytest.fixture(scope="module", params=["threads", "aio", "aio_threads"])
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    log, more = tmp_path_factory.mktemp("grpc") / "server.log", (request.param,)
+    with OtlpReceiver() as receiver, serve(receiver, log, *more) as (_, running):
+        yield running
+
+
+def find_server(spans: list[dict[str, Any]]) -> dict[str, Any]:
+    """Returns the attributes of the only SERVER span."""
+    (server,) = [span for span in spans if span["kind"] == 2]
+    return server["attributes"]  # type: ignore[no-any-return]
 
 
 def test_a_call_is_a_child_of_its_caller_with_the_model_below(served: Served) -> None:
@@ -106,6 +122,126 @@ def test_a_failed_call_has_its_code(served: Served, method: str, code: str, erro
     assert server["attributes"][semconv.RPC_RESPONSE_STATUS_CODE] == code
     if error_type:
         assert server["attributes"][semconv.ERROR_TYPE] == error_type
+
+
+@pytest.mark.parametrize(
+    ("method", "kind", "request_", "error_type"),
+    [
+        ("Classify", "unary_unary", b"x", None),
+        ("Stream", "unary_stream", b"x", None),
+        ("Gather", "stream_unary", [b"a", b"b"], None),
+        ("Chat", "stream_stream", [b"a", b"b"], None),
+        ("SetCode", "unary_unary", b"x", None),
+        ("GiveUp", "unary_unary", b"x", "UNAVAILABLE"),
+        ("RefuseLater", "unary_stream", b"x", "UNAVAILABLE"),
+        ("Checked", "unary_unary", b"broken", "ValueError"),
+        ("Gather", "stream_unary", [b"a", b"broken"], "ValueError"),
+        ("Chat", "stream_stream", [b"a", b"broken"], "ValueError"),
+        ("Unsendable", "unary_unary", b"x", "ValueError"),
+        ("Nothing", "unary_unary", b"x", "TypeError"),
+    ],
+)
+def test_a_call_ends_as_its_client_sees(
+    served: Served, method: str, kind: str, request_: Any, error_type: str | None
+) -> None:
+    response, trace_id, parent_id = served.call(
+        method, kind, iter(request_) if isinstance(request_, list) else request_
+    )
+    spans = spans_of(served.receiver, trace_id)
+    attributes = find_server(spans)
+    assert attributes[semconv.RPC_RESPONSE_STATUS_CODE] == getattr(response, "name", "OK")
+    assert attributes.get(semconv.ERROR_TYPE) == error_type
+    (server,) = [span for span in spans if span["parent_span_id"] == parent_id]
+    assert server["end"] - server["start"] < 1e9
+    assert sum(span["name"].startswith("inference") for span in spans) <= 1
+
+
+def test_a_written_stream_has_its_messages(tmp_path: Path) -> None:
+    with OtlpReceiver() as receiver, serve(receiver, tmp_path / "log", "aio") as (_, served):
+        response, trace_id, parent_id = served.call("Write", "unary_stream")
+        assert response == [b"0", b"1", b"2"]
+        spans = spans_of(receiver, trace_id, "postprocess")
+    lines = tree(spans, parent_id)
+    assert lines[:2] == ["toy.Scorer/Write", "  inference Scorer"]
+    assert "    postprocess" in lines
+
+
+def test_a_deadline_ends_the_call(served: Served) -> None:
+    trace_id, _, header = make_ids()
+    call = served.channel.unary_unary("/toy.Scorer/Wait")
+    with pytest.raises(grpc.RpcError) as raised:
+        call(b"0.6", metadata=(("traceparent", header),), timeout=0.3)
+    assert raised.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+    attributes = find_server(spans_of(served.receiver, trace_id))
+    assert attributes[semconv.RPC_RESPONSE_STATUS_CODE] == "DEADLINE_EXCEEDED"
+    assert attributes[semconv.ERROR_TYPE] == "DEADLINE_EXCEEDED"
+
+
+def test_a_call_that_never_got_a_thread_ends(tmp_path: Path) -> None:
+    with OtlpReceiver() as receiver, serve(receiver, tmp_path / "log", "one_thread") as (_, served):
+        first = served.channel.unary_unary("/toy.Scorer/Wait").future(b"0.6", timeout=20)
+        time.sleep(0.2)
+        trace_id, _, header = make_ids()
+        with pytest.raises(grpc.RpcError):
+            served.channel.unary_unary("/toy.Scorer/Classify")(
+                b"x", metadata=(("traceparent", header),), timeout=0.1
+            )
+        assert first.result() == b"-"
+        spans = spans_of(receiver, trace_id)
+    (server,) = [span for span in spans if span["kind"] == 2]
+    assert server["end"] - server["start"] > 0.2e9  # until the thread was free
+    assert find_server(spans)[semconv.RPC_RESPONSE_STATUS_CODE] == "CANCELLED"
+
+
+@pytest.mark.parametrize("kind", ["threads", "aio"])
+def test_a_call_above_the_limit_is_refused(kind: str, tmp_path: Path) -> None:
+    with OtlpReceiver() as receiver, serve(receiver, tmp_path / "log", kind, "crowded") as (_, served):
+        first = served.channel.unary_unary("/toy.Scorer/Wait").future(b"0.6", timeout=20)
+        time.sleep(0.2)
+        response, trace_id, _ = served.call("Classify")
+        assert response == grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert first.result() == b"-"
+        attributes = find_server(spans_of(receiver, trace_id))
+    assert attributes[semconv.RPC_RESPONSE_STATUS_CODE] == "RESOURCE_EXHAUSTED"
+
+
+@pytest.mark.parametrize("kind", ["threads", "aio", "aio_threads"])
+def test_a_server_that_stops_ends_its_calls(kind: str, tmp_path: Path) -> None:
+    with OtlpReceiver() as receiver, serve(receiver, tmp_path / "log", kind) as (server, served):
+        ids = [make_ids() for _ in range(2)]
+        metadata = [(("traceparent", header),) for _, _, header in ids]
+        call = served.channel.unary_unary("/toy.Scorer/Wait").future(b"0.8", metadata=metadata[0], timeout=20)
+        stream = served.channel.unary_stream("/toy.Scorer/Slow")(b"x", metadata=metadata[1], timeout=20)
+        next(stream)
+        server.stop()
+        assert call.code() is not None and call.code() != grpc.StatusCode.OK
+        for trace_id, _, _ in ids:
+            attributes = find_server(spans_of(receiver, trace_id))
+            assert attributes[semconv.RPC_RESPONSE_STATUS_CODE] == "CANCELLED"
+
+
+def test_an_interceptor_that_fails_is_an_error(served: Served) -> None:
+    response, trace_id, _ = served.call("Classify", more="fail")
+    assert response == grpc.StatusCode.UNKNOWN
+    attributes = find_server(spans_of(served.receiver, trace_id))
+    assert attributes[semconv.RPC_RESPONSE_STATUS_CODE] == "UNKNOWN"
+    assert attributes[semconv.RPC_METHOD] == semconv.OTHER
+    assert attributes[semconv.ERROR_TYPE] == "RuntimeError"
+
+
+def test_a_stream_that_an_interceptor_ends_is_whole(served: Served) -> None:
+    response, trace_id, _ = served.call("Stream", "unary_stream", more="cut")
+    assert response == [b"0"]
+    attributes = find_server(spans_of(served.receiver, trace_id))
+    assert attributes[semconv.RPC_RESPONSE_STATUS_CODE] == "OK"
+
+
+def test_health_is_watched_without_a_thread(tmp_path: Path) -> None:
+    with OtlpReceiver() as receiver, serve(receiver, tmp_path / "log", "one_thread") as (_, served):
+        watch = served.channel.unary_stream("/toy.Scorer/Watch")(b"x", timeout=20)
+        assert next(watch) == b"threadless"
+        assert served.call("Classify")[0].startswith(b"[[")
+        watch.cancel()
 
 
 def test_a_client_that_cancels_is_no_error(served: Served) -> None:

@@ -1,0 +1,237 @@
+"""Records one remote procedure call: its request, and the status code that its client gets."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from typing import Any
+
+from otel_infer import _clock
+from otel_infer.instrumentation.hooks.probe import Hook
+from otel_infer.instrumentation.http_server.event_loop_lag import watch_event_loop
+from otel_infer.instrumentation.http_server.server_exchange import ServerExchange, encode_headers
+from otel_infer.instrumentation.waits import record_pool_wait
+from otel_infer.ringbuffer import events
+from otel_infer.tracing import context as current
+from otel_infer.tracing import request_span
+from otel_infer.tracing.outcome import classify_exception
+
+STATUS_CODES = (
+    "OK", "CANCELLED", "UNKNOWN", "INVALID_ARGUMENT", "DEADLINE_EXCEEDED", "NOT_FOUND", "ALREADY_EXISTS",
+    "PERMISSION_DENIED", "RESOURCE_EXHAUSTED", "FAILED_PRECONDITION", "ABORTED", "OUT_OF_RANGE", "UNIMPLEMENTED",
+    "INTERNAL", "UNAVAILABLE", "DATA_LOSS", "UNAUTHENTICATED",
+)  # fmt: skip
+"""By number, as grpc.StatusCode has them."""
+SERVER_ERRORS = (
+    "UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS",
+)  # fmt: skip
+"""Codes that are an error of the server (RPC conventions 1.45)."""
+_OWN_SERVICES = "grpc."
+_ABORT_MODULE, _ABORT_NAME = "grpc._cython.cygrpc", "AbortError"
+
+
+class Server:
+    """How a server records its calls. `pool_size`: threads of its pool, 0 = unknown.
+
+    `has_other_span`: an interceptor of another instrumentation starts the SERVER span.
+    """
+
+    __slots__ = ("has_other_span", "hook", "is_asyncio", "pool_size")
+
+    def __init__(self, hook: Hook, pool_size: int, has_other_span: bool, is_asyncio: bool) -> None:
+        self.hook, self.pool_size = hook, pool_size
+        self.has_other_span, self.is_asyncio = has_other_span, is_asyncio
+
+
+class RpcExchange(ServerExchange):
+    """One remote procedure call. `context`: gRPC's, once its handler runs.
+
+    `method`: `package.Service/Method`; `_OTHER` if the server has none of this name, because clients may send any.
+    `is_accepted`: the server has looked at the handler, so it did not refuse the call. `is_running`: a function of the
+    user runs in a thread, which the end of the call does not stop; `is_over`: the call has ended meanwhile.
+    `has_failed`: a threaded server has sent INTERNAL because of a message; `failure`: the exception, if there was one.
+    """
+
+    __slots__ = (
+        "_around", "_ends", "context", "failure", "has_failed", "is_accepted", "is_known", "is_over", "is_running", "metadata",
+        "method", "server",
+    )  # fmt: skip
+
+    owner = "grpc"
+
+    def __init__(self, details: Any, server: Server, is_known: bool, arrived_at: int) -> None:
+        self.is_known, self.server = is_known, server
+        self.method = str(details.method).lstrip("/") if is_known else events.OTHER
+        self.metadata = details.invocation_metadata or ()
+        self.context: Any = None
+        self.failure: BaseException | None = None
+        self._around: Any = None
+        self._ends = [1]
+        self.has_failed = self.is_accepted = self.is_running = self.is_over = False
+        super().__init__(server.hook, server.has_other_span or self._is_of_own_service(), arrived_at)
+        watch_event_loop()
+
+    def _is_of_own_service(self) -> bool:
+        return self.method.startswith(_OWN_SERVICES)
+
+    def name_span(self) -> str:
+        return self.method if self.is_known else self.owner
+
+    def list_headers(self) -> list[tuple[bytes, bytes]]:
+        return encode_headers(self.metadata)
+
+    def find_path(self) -> str:
+        return f"/{self.method}"
+
+    # ── the handler ──────────────────────────────────────────────────────────────────────────────────────────────
+
+    def begin_handler(self, context: Any, is_pooled: bool) -> None:
+        """Notes that the handler begins. The span of another instrumentation is current now. `is_pooled`: in a thread."""
+        self.context = context
+        if self._deferred is not None and not self._is_of_own_service():
+            self._deferred.open()
+        if is_pooled:
+            self.record_wait()
+
+    def record_wait(self) -> None:
+        """Records that the call has waited for a thread until now."""
+        try:
+            if self.server.pool_size and self.request is not None:
+                record_pool_wait(self.request, self.arrived_at, self.server.pool_size)
+        except BaseException as exc:
+            self._hook.count_failure(exc)
+
+    def attach(self) -> Any:
+        """Makes the request current, or in a later step of a stream what was current at the end of the step before."""
+        return super().attach() if self._around is None else current.attach(self._around)
+
+    def __exit__(self, kind: Any, exc: BaseException | None, traceback: Any) -> None:
+        if exc is None and self._token is not None:
+            self._around = current.current_context()
+        super().__exit__(kind, exc, traceback)
+
+    # ── the end ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def finish_handler(self) -> None:
+        """Ends the call after its handler returned a response, unless that is serialized afterwards."""
+        try:
+            is_refusal = self.server.is_asyncio and self._find_own_code() > 0  # there is no response then
+        except BaseException as exc:
+            is_refusal = False
+            self._hook.count_failure(exc)
+        if self.is_over:
+            self.end(GeneratorExit())
+        else:
+            self.completed_at = _clock.now()
+            if is_refusal:
+                self.end()
+
+    def record_message(self, is_last: bool) -> None:
+        """Records a message of the response, which is serialized. `is_last`: it ends the call."""
+        if not self._ended:
+            self.record_chunk(True, _clock.now())
+            if is_last:
+                self.finish()
+
+    def finish(self) -> None:
+        """Ends the call, whose last message was handed over now."""
+        self.completed_at = _clock.now()
+        self.end()
+
+    def end(self, exc: BaseException | None = None) -> None:
+        """Ends the request, once: the call and a function in a thread may end at the same time."""
+        try:
+            self._ends.pop()
+        except IndexError:
+            return
+        super().end(exc)
+
+    def fail_message(self, exc: BaseException | None) -> None:
+        """Ends the call, of which a message could not be (de)serialized. `exc`: None if the result was None."""
+        self.note_failure(exc)
+        self.end(exc)
+
+    def fail_request(self, exc: BaseException | None) -> None:
+        """Ends the call, whose only request could not be read, so that no handler runs. It has had a thread."""
+        self.record_wait()
+        self.fail_message(exc)
+
+    def note_failure(self, exc: BaseException | None) -> None:
+        """Notes that the server has sent its status because of a message; the handler may go on."""
+        if not self.server.is_asyncio and not self.has_failed:
+            self.has_failed, self.failure = True, exc
+
+    def end_unfinished(self, _task: Any = None) -> None:
+        """Ends a call that its server has left, unless a function of the user still runs."""
+        self.is_over = True
+        if not (self._ended or self.is_running):
+            if self.context is None and self.is_accepted:
+                self.record_wait()
+            self.end(GeneratorExit())
+
+    def __del__(self) -> None:
+        if not (getattr(self, "_ended", True) or sys.is_finalizing()):
+            self.is_running = False
+            self.end_unfinished()
+
+    def close_request(self, request: request_span.RequestSpan, exc: BaseException | None) -> None:
+        code = self._find_code(exc)
+        if request.has_server:
+            for key, value in zip(events.RPC_KEYS, (self.owner, self.method, code)):
+                request.record_attribute(key, value)
+        outcome, error_type = events.OK, ""
+        if code == "CANCELLED":
+            outcome, error_type = events.ABORTED, events.CLIENT_DISCONNECT
+        elif code in SERVER_ERRORS:
+            raised = self.failure or exc
+            is_own = raised is not None and not _is_of_server(raised)
+            outcome, error_type = classify_exception(raised) if is_own else (events.ERROR, code)
+        request.close(outcome, error_type)
+
+    def _find_code(self, exc: BaseException | None) -> str:
+        """Returns the name of the status code that the client gets."""
+        if not self.is_known and exc is None:
+            return "UNIMPLEMENTED"
+        is_left = isinstance(exc, GeneratorExit)
+        if is_left and self.context is None and not self.is_accepted and not self.server.has_other_span:
+            return "RESOURCE_EXHAUSTED"
+        if not self.has_failed and self._is_cancelled(exc):
+            remaining = self.context.time_remaining() if self.context is not None else None
+            return "CANCELLED" if remaining is None or remaining > 0 else "DEADLINE_EXCEEDED"
+        number = self._find_own_code()
+        if number > 0:
+            return STATUS_CODES[number]
+        if self.has_failed:
+            return "INTERNAL"
+        return "OK" if exc is None or is_left else "UNKNOWN"
+
+    def _find_own_code(self) -> int:
+        """Returns the number of the status code that the handler set; 0 if it set none or OK."""
+        if self.context is None:
+            return 0
+        noted = getattr(self.context, "_self_noted_code", None)
+        code = noted[0] if noted else self.context.code() if hasattr(self.context, "code") else None
+        number = code if isinstance(code, int) else getattr(code, "value", (0,))[0]
+        return number if isinstance(number, int) and 0 < number < len(STATUS_CODES) else 0
+
+    def _is_cancelled(self, exc: BaseException | None) -> bool:
+        """Returns whether the call was cancelled, by its client, its deadline or the end of the server."""
+        is_left = isinstance(exc, GeneratorExit)
+        if isinstance(exc, asyncio.CancelledError) or self.context is None:
+            return is_left or isinstance(exc, asyncio.CancelledError)
+        if self.server.is_asyncio:
+            is_done = getattr(self.context, "done", None)
+            return is_left and not (is_done is not None and is_done())
+        if is_left and self.completed_at:  # another interceptor has replaced our serializer
+            return False
+        is_active = getattr(self.context, "is_active", None)
+        return is_active is not None and not is_active()
+
+
+def _is_of_server(exc: BaseException) -> bool:
+    """Returns whether gRPC raised it for a status: a call of `abort`, or the end of the call."""
+    if isinstance(exc, (asyncio.CancelledError, GeneratorExit)):
+        return True
+    kind = type(exc)
+    is_abort = kind.__name__ == _ABORT_NAME and kind.__module__ == _ABORT_MODULE
+    return kind is Exception or is_abort  # the threaded server's `abort` raises a bare one
