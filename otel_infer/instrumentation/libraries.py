@@ -6,12 +6,13 @@ from typing import Any
 
 LIBRARIES = frozenset(
     (
-        "amqp", "anyio", "arq", "asgiref", "billiard", "celery", "concurrent", "dramatiq", "gevent", "grpc", "gunicorn",
-        "kombu", "logging", "multiprocessing", "opentelemetry", "ray", "redis", "rq", "sglang", "starlette", "torch", "tornado",
-        "transformers", "uvicorn", "vllm", "waitress", "werkzeug",
+        "aiohttp", "amqp", "anyio", "arq", "asgiref", "billiard", "botocore", "celery", "concurrent", "dramatiq", "gevent",
+        "grpc", "gunicorn", "httpcore", "httpx", "kafka", "kombu", "logging", "multiprocessing", "opentelemetry", "pika",
+        "psycopg_pool", "pymongo", "ray", "redis", "requests", "rq", "sglang", "sqlalchemy", "starlette", "torch", "tornado",
+        "transformers", "urllib3", "uvicorn", "vllm", "waitress", "werkzeug",
     )
 )  # fmt: skip
-"""Packages: servers, pools, engines and job queues, which other hooks follow, and log handlers."""
+"""Packages: servers, thread pools, engines and job queues, which other hooks follow; clients with pools of connections; log handlers."""
 
 
 def is_of_library(frame: Any) -> bool:

@@ -268,7 +268,9 @@ async def serve_async(port: int, suffix: str, limit: int | None) -> None:
     await server.start()
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, lambda: asyncio.ensure_future(server.stop(0.2)))
-    await server.wait_for_termination()
+    # gRPC's `abort` in a thread creates a task from there, which does not wake a loop that sleeps.
+    while await server.wait_for_termination(0.05):
+        pass
 
 
 if __name__ == "__main__":

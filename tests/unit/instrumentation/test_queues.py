@@ -500,6 +500,20 @@ def test_queues_of_servers_pools_and_log_handlers_are_left_alone(recording: Reco
     assert stages_of(by_name(recording)["a"]) == []
 
 
+@pytest.mark.parametrize("module", ["urllib3.connectionpool", "httpcore._sync", "sqlalchemy.pool.impl"])
+def test_a_pool_of_connections_of_a_client_is_left_alone(recording: Recording, module: str) -> None:
+    """A request that calls two services before its model has waited in no queue."""
+    names: dict[str, Any] = {"__name__": module, "pool": queue.LifoQueue()}
+    exec("def call_service():\n pool.put(pool.get() if pool.qsize() else object())", names)
+    request = open_request("a")
+    request.attach()
+    for _ in range(3):
+        names["call_service"]()
+    assert type(find_state(names["pool"])) is LeftAlone
+    request.close()
+    assert stages_of(by_name(recording)["a"]) == []
+
+
 def test_a_full_queue_keeps_its_own_exception(recording: Recording) -> None:
     work: queue.Queue[Any] = queue.Queue(1)
     request = open_request("a")
