@@ -81,13 +81,13 @@ def note_take(state: QueueState, item: Any) -> None:
         return
     is_further = is_worker and request is not None and current.has_taken(request)
     if entry is not None and not is_further and not _is_past_queue(entry):
-        _record_wait(*entry)
+        _record_wait(entry.request, entry.put_at)
     if request is None and not is_worker:
         return
     take_for_worker(current if is_worker else None, request, id(item))
 
 
-def _record_wait(request: CurrentRequest, put_at: int, by_worker: bool) -> None:
+def _record_wait(request: CurrentRequest, put_at: int) -> None:
     if type(request) is RequestSpan:
         request.record_stage(events.QUEUE_WAIT, put_at)
     else:
@@ -147,7 +147,7 @@ def _patch_put(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
             state.pop_entry(item)
             raise
 
-    return compile_queue_put(original, hook, put, states, QueueState)
+    return compile_queue_put(original, hook, put, (states, QueueState))
 
 
 def _patch_take(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
@@ -171,7 +171,7 @@ def _patch_take(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
             end_take(state, item, True)
         return item
 
-    return compile_queue_take(original, hook, take, states, QueueState, take_for_worker, end_take)
+    return compile_queue_take(original, hook, take, (states, QueueState, end_take, take_for_worker))
 
 
 for _target, _wrap in (

@@ -33,26 +33,24 @@ def compile_tokenizer(original: Function, hook: Hook, call: Function, count_toke
 
 
 def compile_queue_put(
-    original: Function, hook: Hook, call: Function, states: dict[int, Any], state_type: type
+    original: Function, hook: Hook, call: Function, states: tuple[dict[int, Any], type]
 ) -> Function:
     """Returns a compiled form of `call`, which calls it only where a request puts an item whose queue has no state yet.
 
-    `states`: by id of a queue. `state_type`: the type of the state of a queue that is followed.
+    `states`: states by id of a queue, and the type of the state of a queue that is followed.
     """
-    return compile_hook("put into a queue", _known, original, hook, call, (states, state_type))
+    return compile_hook("put into a queue", _known, original, hook, call, states)
 
 
 def compile_queue_take(
-    original: Function, hook: Hook, call: Function, states: dict[int, Any], state_type: type, *take: Function
+    original: Function, hook: Hook, call: Function, following: tuple[dict[int, Any], type, Function, Function]
 ) -> Function:
     """Returns a compiled form of `call`, which follows an item only if its queue is followed.
 
-    `take`: `take_for_worker(work, request, item_id)` for the first item of a batch, `end_take(state, item, is_taken)` for
-    all others.
+    `following`: as `states` above, then `end_take(state, item, is_taken)`, which is called for all items but those for
+    which `take_for_worker(work, request, item_id)` is: the first one of a batch.
     """
-    take_for_worker, end_take = take
-    details = (states, state_type, end_take, take_for_worker, events.QUEUE_WAIT)
-    return compile_hook("take from a queue", _known, original, hook, call, details)
+    return compile_hook("take from a queue", _known, original, hook, call, (*following, events.QUEUE_WAIT))
 
 
 class PythonTokenizerCall(threading.local):
