@@ -4,24 +4,54 @@
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <sys/socket.h>
+#include <time.h>
 #endif
 
+#define TICK_MARGIN_NS 50000
 enum { TRANSPORT, SOCK_FD, NAMES };
 static const char *const texts[NAMES] = {"transport", "_sock_fd"};
 static PyObject *names[NAMES], *stage_name;
-static int64_t min_wait_ns;
+static int64_t min_wait_ns, tick_ns;
 
-/* Returns the time since the last bytes arrived, ns; 0 = the kernel does not tell. */
-static int64_t read_last_receipt(int descriptor)
+#ifdef __linux__
+/* Returns the instant of the last tick of the kernel's clock, ns, monotonic. */
+static int64_t read_last_tick(void)
+{
+    struct timespec tick;
+    clock_gettime(CLOCK_MONOTONIC_COARSE, &tick);
+    return tick.tv_sec * 1000000000LL + tick.tv_nsec;
+}
+
+/* Reads how many ms ago the last bytes arrived, counted in whole ticks, and the tick they are counted from. Returns 0, or -1 = unknown.
+   A tick is counted some µs before the clock shows it. */
+static int read_last_receipt(int descriptor, int64_t *received_ms, int64_t *last_tick)
+{
+    struct tcp_info known;
+    for (int attempt = 0; attempt < 3; attempt++) {  /* a tick may pass meanwhile */
+        socklen_t length = sizeof known;
+        *last_tick = read_last_tick();
+        if (getsockopt(descriptor, IPPROTO_TCP, TCP_INFO, &known, &length)) return -1;
+        if (length < offsetof(struct tcp_info, tcpi_last_data_recv) + sizeof known.tcpi_last_data_recv) return -1;
+        *received_ms = known.tcpi_last_data_recv;
+        if (read_last_tick() != *last_tick) continue;
+        if (read_clock() - *last_tick > tick_ns - TICK_MARGIN_NS) *last_tick += tick_ns;
+        return 0;
+    }
+    return -1;
+}
+#endif
+
+/* Returns how long the last bytes had waited at `called_at`, ns; 0 = shorter than is recorded, or unknown. */
+static int64_t estimate_wait(int descriptor, int64_t called_at)
 {
 #ifdef __linux__
-    struct tcp_info known;
-    socklen_t length = sizeof known;
-    if (getsockopt(descriptor, IPPROTO_TCP, TCP_INFO, &known, &length)) return 0;
-    if (length < offsetof(struct tcp_info, tcpi_last_data_recv) + sizeof known.tcpi_last_data_recv) return 0;
-    return known.tcpi_last_data_recv * 1000000LL;
+    int64_t received_ms, last_tick;
+    if (!tick_ns || read_last_receipt(descriptor, &received_ms, &last_tick)) return 0;
+    int64_t ticks = (received_ms * 1000000 + tick_ns / 2) / tick_ns;
+    int64_t shortest = called_at - (last_tick - (ticks - 1) * tick_ns);
+    return ticks && shortest >= min_wait_ns ? shortest + tick_ns / 2 : 0;
 #else
-    (void)descriptor;
+    (void)descriptor, (void)called_at;
     return 0;
 #endif
 }
@@ -46,38 +76,42 @@ void record_socket_wait(RequestState *request, PyObject *cycle, int64_t called_a
     PyObject *transport = PyObject_GetAttr(cycle, names[TRANSPORT]);
     int descriptor = transport == NULL ? -1 : find_descriptor(transport);
     Py_XDECREF(transport);
-    int64_t waited = descriptor < 0 ? 0 : read_last_receipt(descriptor);
-    if (waited >= min_wait_ns) write_stage(request, called_at, stage_name, called_at - waited, 0);
+    int64_t waited = descriptor < 0 ? 0 : estimate_wait(descriptor, called_at);
+    if (waited) write_stage(request, called_at, stage_name, called_at - waited, 0);
     keep_interrupt();
 }
 
-/* read_last_receipt(descriptor) */
-static PyObject *read_of_descriptor(PyObject *module, PyObject *number)
+/* estimate_wait(descriptor, called_at) */
+static PyObject *estimate_of_descriptor(PyObject *module, PyObject *arguments)
 {
+    PyObject *number;
+    long long called_at;
     (void)module;
+    if (!PyArg_ParseTuple(arguments, "OL", &number, &called_at)) return NULL;
     int descriptor = PyObject_AsFileDescriptor(number);
-    return descriptor < 0 ? NULL : PyLong_FromLongLong(read_last_receipt(descriptor));
+    return descriptor < 0 ? NULL : PyLong_FromLongLong(estimate_wait(descriptor, called_at));
 }
 
-/* configure_socket_wait(stage name, shortest wait in ns) */
+/* configure_socket_wait(stage name, shortest wait, tick of the kernel; both in ns) */
 static PyObject *configure(PyObject *module, PyObject *arguments)
 {
     PyObject *name;
-    long long shortest;
+    long long shortest, tick;
     (void)module;
-    if (!PyArg_ParseTuple(arguments, "UL", &name, &shortest)) return NULL;
+    if (!PyArg_ParseTuple(arguments, "ULL", &name, &shortest, &tick)) return NULL;
     PyObject *old = stage_name;
     stage_name = take(name);
     Py_XDECREF(old);
     min_wait_ns = shortest;
+    tick_ns = tick;
     Py_RETURN_NONE;
 }
 
 static PyMethodDef functions[] = {
-    {"read_last_receipt", read_of_descriptor, METH_O,
-     "read_last_receipt(descriptor): ns since the last bytes of this socket arrived; 0 = unknown."},
+    {"estimate_socket_wait", estimate_of_descriptor, METH_VARARGS,
+     "estimate_socket_wait(descriptor, called_at): how long the last bytes of this socket had waited then, ns; 0 = not long, or unknown."},
     {"configure_socket_wait", configure, METH_VARARGS,
-     "configure_socket_wait(stage, min_ns): the name of the stage, and the shortest wait that is recorded."},
+     "configure_socket_wait(stage, min_ns, tick_ns): the stage, the shortest wait that is recorded, the tick of the kernel's clock."},
     {NULL, NULL, 0, NULL}};
 
 int add_socket_functions(PyObject *module)

@@ -114,7 +114,7 @@ class Exchange(Response):
             self.request = request
             if request is not None:
                 announce_address(scope.get("server"))  # before a request can end
-                record_socket_wait(request, find_connection_socket(self.server_send), at, _now())
+                record_socket_wait(request, find_connection_socket(self.server_send), at)
                 if caller.caller_settings is not tenancy.NO_CALLER_SETTINGS:
                     caller.record_caller(request, headers, str(self.scope.get("path", "")))
                 return (request.attach(),)

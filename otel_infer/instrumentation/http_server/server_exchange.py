@@ -109,7 +109,7 @@ class ServerExchange:
         self.request = request
         if request is None:
             return None
-        record_socket_wait(request, self.find_socket(), self.arrived_at, _clock.now())
+        record_socket_wait(request, self.find_socket(), self.arrived_at)
         if caller.caller_settings is not tenancy.NO_CALLER_SETTINGS:
             caller.record_caller(request, headers, self.find_path())
         return request

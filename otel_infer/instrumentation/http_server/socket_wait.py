@@ -3,9 +3,14 @@
     bytes arrive in the kernel ── the process is busy, or its event loop is blocked ──▶ the server reads and calls
 
 The kernel reports the time since the last bytes of a connection arrived (`tcpi_last_data_recv` of Linux's TCP_INFO,
-see tcp(7)), also for a connection that waited in the listen backlog. It counts in ticks of its clock, 4 ms on most
-systems, so a wait is known to one tick. Waits under two ticks are not recorded. It is unknown for Unix sockets. A request
-that arrived in several parts waited from the last of them on.
+see tcp(7)), also for a connection that waited in the listen backlog. It counts ticks of its clock, of 4 ms on most
+systems. Its coarse clock tells when the last tick was, so the bytes arrived between two known ticks:
+
+    ──┬───────arrived───────┬───────────────┬──────called──▶     `tcpi_last_data_recv` = 2 ticks
+      └ at the earliest     └ at the latest └ last tick
+
+The middle is recorded, which is at most half a tick off, if the wait took 1 ms or more for certain. It is unknown for
+Unix sockets. A request that arrived in several parts waited from the last of them on.
 """
 
 from __future__ import annotations
@@ -13,44 +18,74 @@ from __future__ import annotations
 import socket
 import struct
 import sys
+import time
 from typing import Any
 
+from otel_infer import _clock
 from otel_infer.ringbuffer import events
 from otel_infer.ringbuffer.native import native
 from otel_infer.tracing.request_span import RequestSpan
 
-MIN_WAIT_NS = 8_000_000
-"""Two ticks of a kernel with 250 Hz."""
+MIN_WAIT_NS = 1_000_000
+COARSE_CLOCK = 6
+"""CLOCK_MONOTONIC_COARSE of linux/time.h: the instant of the last tick."""
+_MARGIN_NS = 50_000
+"""A tick is counted up to so long before the clock shows it."""
 _LAST_DATA_RECV = struct.Struct("52x I")
 """`struct tcp_info` of linux/tcp.h: 8 bytes of flags, then fields of 4 bytes; this one is the twelfth."""
 
 
-def record_socket_wait(request: RequestSpan, connection: Any, called_at: int, now: int) -> None:
-    """Records how long the request had waited when the server called the application at `called_at`.
+def _read_tick() -> int:
+    """Returns the length of a tick, ns; 0 = unknown: gVisor's coarse clock has none."""
+    try:
+        tick = round(time.clock_getres(COARSE_CLOCK) * 1e9) if sys.platform == "linux" else 0
+    except OSError:
+        return 0
+    return tick if tick >= 1_000_000 else 0
 
-    `connection`: its socket, or None. `now`: the instant of this call; both are monotonic ns.
+
+TICK_NS = _read_tick()
+
+
+def record_socket_wait(request: RequestSpan, connection: Any, called_at: int) -> None:
+    """Records how long the request had waited when the server called the application at `called_at`, ns.
+
+    `connection`: its socket, or None.
     """
-    waited = read_socket_wait(connection) - (now - called_at)
-    if waited >= MIN_WAIT_NS:
+    waited = estimate_socket_wait(connection, called_at)
+    if waited:
         request.record_event(events.StageEnded(called_at, called_at - waited, events.ACCEPT, 0))
 
 
-def read_socket_wait(connection: Any) -> int:
-    """Returns the time since the last bytes of this connection arrived, ns; 0 = unknown."""
-    if connection is None or sys.platform != "linux":
+def estimate_socket_wait(connection: Any, called_at: int) -> int:
+    """Returns how long the last bytes of this connection had waited at `called_at`, ns; 0 = not long, or unknown."""
+    if connection is None or not TICK_NS:
         return 0
     if native is not None:
-        return int(native.read_last_receipt(connection))
+        return int(native.estimate_socket_wait(connection, called_at))
     # uvloop's sockets have no `getsockopt`, but a descriptor, which is only borrowed here.
     borrowed = socket.socket(connection.family, connection.type, connection.proto, connection.fileno())
     try:
-        known = borrowed.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _LAST_DATA_RECV.size)
+        last_tick, received_ms = _read_last_receipt(borrowed)
     except OSError:  # not a TCP socket
         return 0
     finally:
         borrowed.detach()
-    return int(_LAST_DATA_RECV.unpack(known)[0]) * 1_000_000
+    ticks = (received_ms * 1_000_000 + TICK_NS // 2) // TICK_NS
+    shortest = called_at - (last_tick - (ticks - 1) * TICK_NS)
+    return shortest + TICK_NS // 2 if ticks and shortest >= MIN_WAIT_NS else 0
+
+
+def _read_last_receipt(connection: socket.socket) -> tuple[int, int]:
+    """Returns the last tick, monotonic ns, and how long before it the last bytes arrived, in ms of whole ticks."""
+    for _ in range(3):  # a tick may pass meanwhile
+        last_tick = time.clock_gettime_ns(COARSE_CLOCK)
+        known = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _LAST_DATA_RECV.size)
+        if time.clock_gettime_ns(COARSE_CLOCK) == last_tick:
+            is_due = _clock.now() - last_tick > TICK_NS - _MARGIN_NS
+            return last_tick + is_due * TICK_NS, int(_LAST_DATA_RECV.unpack(known)[0])
+    raise BlockingIOError("a tick passed during each attempt")
 
 
 if native is not None:
-    native.configure_socket_wait(events.ACCEPT, MIN_WAIT_NS)
+    native.configure_socket_wait(events.ACCEPT, MIN_WAIT_NS, TICK_NS)
