@@ -1,4 +1,4 @@
-"""The rows of the section: client against trace at 16 requests at a time, and 50 ms that are added to each stage."""
+"""The rows of the section: client against trace under load, and 50 ms that are added to each stage."""
 
 from __future__ import annotations
 
@@ -16,17 +16,20 @@ from benchmarks.battery.draw import ROOT, VARIABLES, stop_server
 from benchmarks.server_truth.client import send_requests
 from benchmarks.server_truth.servers import SERVERS, TruthServer, list_names
 from benchmarks.truth import Lateness, compare_percentile
-from benchmarks.verdict import Gate, Line, make_exact, make_line
+from benchmarks.verdict import Gate, Line, load_lines, make_exact, make_line
 from benchmarks.whole.switched_server import find_free_port
 from otel_infer.assembly.assembler import Assembler
 from otel_infer.assembly.records.request import RequestRecord
 from otel_infer.cli.replay import read_records
 from tests.servers.leftovers import MARKER, kill_leftovers, wait_for_sidecars
+from tests.servers.ray_check import UNSHARE
 
-REQUESTS, CONCURRENCY = 320, 16
+REQUESTS = 320
 DELAYED_REQUESTS = 20
 DELAY_MS, TOLERANCE_MS = 50.0, 5.0
 READY_S = 60.0
+ISOLATED = "SERVER_TRUTH_IS_ISOLATED"
+"""The environment variable in a network namespace."""
 
 
 def measure(quick: bool, servers: list[str]) -> list[Line]:
@@ -34,9 +37,22 @@ def measure(quick: bool, servers: list[str]) -> list[Line]:
     lines: list[Line] = []
     for name in servers or list_names():
         print(f"  {name} …", file=sys.stderr, flush=True)
+        if SERVERS[name].is_isolated and ISOLATED not in os.environ:
+            lines += _measure_isolated(quick, name)
+            continue
         lines += _compare_latencies(SERVERS[name], 64 if quick else REQUESTS)
         lines += _compare_stages(SERVERS[name], 5 if quick else DELAYED_REQUESTS)
     return lines
+
+
+def _measure_isolated(quick: bool, name: str) -> list[Line]:
+    """Returns the rows of a server, which runs with its client in a network namespace."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "lines.json"
+        section = ["--section", "server_truth", "--servers", name, "--json", str(path), *["--quick"] * quick]
+        command = [*UNSHARE, sys.executable, "-m", "benchmarks", *section]
+        subprocess.run(command, env={**os.environ, ISOLATED: "1"}, check=True)
+        return load_lines(path)
 
 
 def _serve(
@@ -94,10 +110,10 @@ def _warm_up(server: TruthServer, port: int, concurrency: int) -> None:
 
 
 def _compare_latencies(server: TruthServer, requests: int) -> list[Line]:
-    clients, records, lateness = _serve(server, requests, CONCURRENCY)
+    clients, records, lateness = _serve(server, requests, server.concurrency)
     ours = {record.trace_id.hex(): record.duration_ns / 1e6 for record in records}
     pairs = np.array([(client, ours[trace]) for trace, client in clients.items() if trace in ours])
-    title = f"truth: {server.title}, {CONCURRENCY} at a time"
+    title = f"truth: {server.title}, {server.concurrency} at a time"
     lost = make_exact(float(requests - len(pairs)))
     return [
         make_line(f"{title}: requests without a trace", "", lost, Gate(0)),

@@ -15,6 +15,7 @@ class TruthServer(NamedTuple):
     """A server. `arguments`: of the interpreter, with `{port}`. `stages`: that can be delayed, as `work.add_delay` names them.
 
     `outer`: stages that contain others. `path`, `body`: of a request. `library`: which only the environment of its own has; empty = that of `make test-servers`.
+    `concurrency`: requests at a time. `is_isolated`: in a network namespace, because it opens ports on every address.
     """
 
     title: str
@@ -25,6 +26,8 @@ class TruthServer(NamedTuple):
     body: bytes = b'{"text": "a text"}'
     library: str = ""
     outer: tuple[str, ...] = ()
+    is_isolated: bool = False
+    concurrency: int = 16
 
     def make_command(self, port: int) -> list[str]:
         """Returns the command."""
@@ -89,14 +92,23 @@ SERVERS = {
         library="kserve",
         outer=("predict",),
     ),
+    "pytriton": TruthServer(
+        "PyTriton",
+        _module("pytriton_app"),
+        path="/v2/models/classes/infer",
+        body=_V2_BODY,
+        library="pytriton",
+        outer=("infer function",),
+        concurrency=1,  # more would wait in Triton, which is another program: its own tracing records that
+    ),
+    "ray": TruthServer("Ray Serve", _module("ray_app"), is_isolated=True),
 }
 """By name."""
 
 
 def list_names() -> list[str]:
-    """Returns the servers that this Python environment can run."""
-    return [
-        name
-        for name, server in SERVERS.items()
-        if not server.library or importlib.util.find_spec(server.library)
+    """Returns the servers that this Python environment is for."""
+    own = [
+        name for name, server in SERVERS.items() if server.library and importlib.util.find_spec(server.library)
     ]
+    return own or [name for name, server in SERVERS.items() if not server.library]
