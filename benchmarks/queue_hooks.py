@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import queue
 from collections.abc import Iterator
 from contextvars import Context
 from typing import Any
 
 from benchmarks.hook_cases import Case, Steps
-from otel_infer.instrumentation import queues
+from otel_infer.instrumentation import batch_windows, queues
 from otel_infer.tracing import context, start
 from otel_infer.tracing.request_span import REQUEST_KEY, RequestSpan
 
@@ -22,9 +23,10 @@ MAKERS: dict[str, tuple[type, str, str]] = {
 
 
 def make_cases() -> Iterator[Case]:
-    """Two cases of each queue. The hooks are installed here, and stay."""
+    """Two cases of each queue, and that of an awaited `get`. The hooks are installed here, and stay."""
     bare = {name: _make_bare(*maker) for name, maker in MAKERS.items()}
     queues.instrumentor.install()
+    batch_windows.instrumentor.install()
     for name, (hooked, put_name, take_name) in MAKERS.items():
         methods = put_name, take_name
         yield Case(
@@ -39,11 +41,17 @@ def make_cases() -> Iterator[Case]:
             _repeat_between(bare[name], *methods),
             _repeat_between(hooked, *methods),
         )
+    yield Case(
+        "asyncio.Queue, a put and an awaited get, no request in flight",
+        WITHOUT_REQUEST_NS,
+        _repeat_awaited(bare["asyncio.Queue"]),
+        _repeat_awaited(asyncio.Queue),
+    )
 
 
 def _make_bare(kind: type, put_name: str, take_name: str) -> type:
     """Returns the queue with the methods that it has before the hooks are installed."""
-    return type(kind.__name__, (kind,), {name: getattr(kind, name) for name in (put_name, take_name)})
+    return type(kind.__name__, (kind,), {name: getattr(kind, name) for name in {put_name, take_name, "get"}})
 
 
 def _repeat_alone(kind: type, put_name: str, take_name: str) -> Steps:
@@ -52,6 +60,22 @@ def _repeat_alone(kind: type, put_name: str, take_name: str) -> Steps:
     names: dict[str, Any] = {"found": kind()}
     exec(source, names)
     return names["run_steps"]  # type: ignore[no-any-return]
+
+
+def _repeat_awaited(kind: type) -> Steps:
+    """A worker's `await queue.get()`, of an item that is there already."""
+    found, worker = kind(), Context()
+
+    async def take_items(steps: int) -> None:
+        for _ in range(steps):
+            found.put_nowait(1)
+            await found.get()
+
+    def run_steps(steps: int) -> None:
+        with contextlib.suppress(StopIteration):
+            worker.run(take_items(steps).send, None)
+
+    return run_steps
 
 
 def _repeat_between(kind: type, put_name: str, take_name: str) -> Steps:

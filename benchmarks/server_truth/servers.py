@@ -109,6 +109,8 @@ SERVERS = {
 def list_names() -> list[str]:
     """Returns the servers that this Python environment is for."""
     own = [
-        name for name, server in SERVERS.items() if server.library and importlib.util.find_spec(server.library)
+        name
+        for name, server in SERVERS.items()
+        if server.library and importlib.util.find_spec(server.library)
     ]
     return own or [name for name, server in SERVERS.items() if not server.library]

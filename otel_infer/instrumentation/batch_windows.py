@@ -17,6 +17,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from otel_infer import _clock
+from otel_infer.instrumentation.hooks.context_hooks import compile_queue_get, compile_sleep
 from otel_infer.instrumentation.hooks.instrumentor import Instrumentor
 from otel_infer.instrumentation.hooks.probe import Hook
 from otel_infer.tracing import context
@@ -84,16 +85,21 @@ def _patch_get(original: Callable[..., Awaitable[Any]], hook: Hook) -> Callable[
         return original(self) if work is None else follow(self, work)
 
     _getter_codes.update((getattr(original, "__code__", follow.__code__), follow.__code__))
-    _mark_coroutine_function(get)
-    return get
+    return _mark_coroutine_function(compile_queue_get(original, hook, get), follow)
 
 
-def _mark_coroutine_function(function: Any) -> None:
-    """Lets `inspect`, or `asyncio` before Python 3.12, see that a call of the function is awaited."""
+def _mark_coroutine_function(function: Any, awaited: Any) -> Callable[..., Awaitable[Any]]:
+    """Lets `inspect`, or `asyncio` before Python 3.12, see that a call of the function is awaited. Returns the function.
+
+    `awaited`: a coroutine function, whose code a compiled function shows.
+    """
     if hasattr(inspect, "markcoroutinefunction"):
         inspect.markcoroutinefunction(function)
     else:
         function._is_coroutine = coroutines._is_coroutine  # type: ignore[attr-defined]
+    if not inspect.isfunction(function):
+        function.__code__ = awaited.__code__
+    return function  # type: ignore[no-any-return]
 
 
 def _patch_wait(original: Callable[..., Awaitable[Any]], hook: Hook) -> Callable[..., Awaitable[Any]]:
@@ -116,13 +122,17 @@ def _has_getter(tasks: Any) -> bool:
 
 
 def _patch_sleep(original: Callable[..., Awaitable[Any]], hook: Hook) -> Callable[..., Awaitable[Any]]:
-    async def sleep(*args: Any, **kwargs: Any) -> Any:
+    async def follow(*args: Any, **kwargs: Any) -> Any:
         result = await original(*args, **kwargs)
         if hook.alive:
             note_wait()
         return result
 
-    return sleep
+    def sleep(*args: Any, **kwargs: Any) -> Awaitable[Any]:
+        is_worker = hook.alive and type(context.current_context().get(REQUEST_KEY)) is Work
+        return follow(*args, **kwargs) if is_worker else original(*args, **kwargs)
+
+    return _mark_coroutine_function(compile_sleep(original, hook, sleep), follow)
 
 
 for _target, _wrap in (

@@ -4,14 +4,15 @@
  *             a request is current, and the queue is followed: the item is noted here
  *     take    the queue is not followed: the original alone is called
  *             a worker takes a single item of a request: its wait is recorded here, then `take_for_worker` is called
+ *     wait    no request of a batch is waited with: the original alone is called
  *
  * All else is Python code's, which is called before anything is noted or recorded.
  */
 #include "../../ringbuffer/_native.h"
 
-enum { ENTRIES, RESULT_OF, POP_ENTRY, ENGINE, IS_CALLED, SINGLE, QUEUED_AT, NAMES };
+enum { ENTRIES, RESULT_OF, POP_ENTRY, ENGINE, IS_CALLED, SINGLE, QUEUED_AT, ITEMS, NAMES };
 static const char *const texts[NAMES] = {"entries", "result_of", "pop_entry", "engine", "_is_called", "single",
-                                         "queued_at"};
+                                         "queued_at", "_items"};
 static PyObject *names[NAMES], *zero;
 
 static PyObject *variable, *context_type, *request_type, *work_type, *request_key, *span_key;  /* of `connect_work` */
@@ -232,6 +233,40 @@ static PyObject *take_item(PyObject *hook, PyObject *const *arguments, size_t co
     return item;
 }
 
+/* ── wait ──────────────────────────────────────────────────────────────────────────────────────────────────── */
+
+/* Whether a worker has no item of a batch to which it may add further ones. */
+static int is_idle(PyObject *work)
+{
+    if (is_exactly(PyObject_GetAttr(work, names[IS_CALLED]), Py_True)) return 1;
+    PyObject *items = PyObject_GetAttr(work, names[ITEMS]);
+    int is_empty = items != NULL && PyTuple_CheckExact(items) && PyTuple_Size(items) == 0;
+    Py_XDECREF(items);
+    PyErr_Clear();
+    return is_empty;
+}
+
+/* `await queue.get()`: what has neither a request nor work gets work from Python code. */
+static PyObject *await_item(PyObject *hook, PyObject *const *arguments, size_t count, PyObject *keywords)
+{
+    CompiledHook *self = (CompiledHook *)hook;
+    PyObject *current = find_request(), *called = self->call_slowly;
+    if (current != NULL && has_type(current, request_type) && !((RequestState *)current)->ended) called = self->original;
+    else if (current != NULL && has_type(current, work_type) && is_idle(current)) called = self->original;
+    Py_XDECREF(current);
+    return PyObject_Vectorcall(called, arguments, count, keywords);
+}
+
+/* `await asyncio.sleep(...)`: an item may be taken meanwhile, so the work is asked afterwards. */
+static PyObject *await_sleep(PyObject *hook, PyObject *const *arguments, size_t count, PyObject *keywords)
+{
+    CompiledHook *self = (CompiledHook *)hook;
+    PyObject *current = find_request();
+    PyObject *called = current != NULL && has_type(current, work_type) ? self->call_slowly : self->original;
+    Py_XDECREF(current);
+    return PyObject_Vectorcall(called, arguments, count, keywords);
+}
+
 /* ── the context of a worker ───────────────────────────────────────────────────────────────────────────────── */
 
 static int is_request(PyObject *object)
@@ -301,7 +336,8 @@ static PyObject *connect_work(PyObject *module, PyObject *arguments)
 }
 
 const HookPlace queue_places[] = {
-    {"put into a queue", NULL, put_item}, {"take from a queue", NULL, take_item}, {NULL, NULL, NULL}};
+    {"put into a queue", NULL, put_item}, {"take from a queue", NULL, take_item}, {"get of a queue", NULL, await_item},
+    {"sleep of a task", NULL, await_sleep}, {NULL, NULL, NULL}};
 
 static PyMethodDef functions[] = {
     {"attach_work", (PyCFunction)(void (*)(void))attach_work, METH_FASTCALL,

@@ -53,6 +53,16 @@ def compile_queue_take(
     return compile_hook("take from a queue", _known, original, hook, call, (*following, events.QUEUE_WAIT))
 
 
+def compile_queue_get(original: Function, hook: Hook, call: Function) -> Function:
+    """Returns a compiled form of `call`, which calls it only for a worker that may add to its batch, or has no work yet."""
+    return compile_hook("get of a queue", _known, original, hook, call)
+
+
+def compile_sleep(original: Function, hook: Hook, call: Function) -> Function:
+    """Returns a compiled form of `call`, which calls it only for a worker."""
+    return compile_hook("sleep of a task", _known, original, hook, call)
+
+
 class PythonTokenizerCall(threading.local):
     """Whether this thread is inside a timed call of a tokenizer."""
 
