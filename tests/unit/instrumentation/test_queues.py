@@ -624,3 +624,18 @@ def test_item_that_a_dispatcher_passes_on_stays_its_request_s(recording: Recordi
     assert sorted(done.get() for _ in range(3)) == [(name, [name]) for name in "abc"]
     for request in requests.values():
         request.close()
+
+
+def test_hooked_functions_of_asyncio_are_coroutine_functions(recording: Recording) -> None:
+    for function in (asyncio.sleep, asyncio.wait, asyncio.Queue.get):
+        assert asyncio.iscoroutinefunction(function)
+
+    async def wait_for_nothing() -> None:
+        waiting = asyncio.Queue[int]()
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(waiting.get(), 0.01)
+        waiting.put_nowait(1)
+        assert await waiting.get() == 1
+        assert await asyncio.sleep(0, "done") == "done"
+
+    asyncio.run(wait_for_nothing())
