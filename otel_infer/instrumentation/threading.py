@@ -68,6 +68,8 @@ def _run_in_context(
 
 def _is_interpreter_pool(pool: Any) -> bool:
     """Returns whether the pool pickles its jobs (subinterpreters); a `ThreadContext` cannot be pickled."""
+    if type(pool).__module__ == "concurrent.futures.thread":  # the usual one
+        return False
     return any(base.__module__ == "concurrent.futures.interpreter" for base in type(pool).__mro__)
 
 

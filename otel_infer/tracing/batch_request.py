@@ -7,6 +7,7 @@ from typing import Any
 
 from otel_infer import _clock
 from otel_infer.ringbuffer import events
+from otel_infer.ringbuffer.events import make_tuple
 from otel_infer.tracing.request_span import RequestSpan
 
 MAX_LINKS = 16
@@ -26,7 +27,10 @@ class BatchRequest(RequestSpan):
     @property
     def ended(self) -> bool:  # type: ignore[override]
         """Whether all requests of the batch have ended."""
-        return all(member.ended for member in self.members)
+        for member in self.members:  # noqa: SIM110  a generator is one more call for each
+            if not member.ended:
+                return False
+        return True
 
     @property
     def _alive(self) -> list[RequestSpan]:
@@ -68,13 +72,22 @@ class BatchRequest(RequestSpan):
 
     def link_members(self) -> None:
         """Links the first request to the others, and each of them to the first. Each states how many they are."""
-        for member in self.members:
-            member.record_attribute(events.BATCH_REQUESTS_KEY, len(self.members))
-        first, *others = self.members
+        at, (first, *others) = _clock.now(), self.members
+        formed = make_tuple(events.BatchFormed, (at, len(self.members)))
+        to_first = make_tuple(events.SpanLinked, (at, *first.ids[:2]))
+        first.record_event(formed)
         for other in others:
-            other.add_link(first.own_span_context())
+            other.record_event(formed)
+            _record_link(other, to_first)
         for other in others[:MAX_LINKS]:
-            first.add_link(other.own_span_context())
+            _record_link(first, make_tuple(events.SpanLinked, (at, *other.ids[:2])))
+
+
+def _record_link(request: RequestSpan, link: events.SpanLinked) -> None:
+    """Records a link as `add_link`, which makes contexts of the API first."""
+    if request._link_count < request._limits.links:
+        request._link_count += 1
+        request.record_event(link)
 
 
 def combine_requests(requests: Sequence[RequestSpan]) -> RequestSpan:

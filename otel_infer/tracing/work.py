@@ -84,14 +84,20 @@ class Work:
         items = self._items if self.continues() else ()
         if request is None:
             return items
-        taken = make_tuple(TakenItem, (request, _clock.now(), item_id))
-        if not items:
-            return (taken,)
-        return (*(item for item in items[-MAX_MEMBERS:] if not item.request.ended), taken)
+        kept = []
+        for item in items[-MAX_MEMBERS:]:  # not a comprehension, which is one more call
+            if not item.request.ended:
+                kept.append(item)  # noqa: PERF401
+        kept.append(make_tuple(TakenItem, (request, _clock.now(), item_id)))
+        return tuple(kept)
 
     def has_taken(self, request: CurrentRequest) -> bool:
         """Returns whether an item of the request is in the batch that is being taken."""
-        return self.continues() and any(item.request is request for item in self._items)
+        if self.continues():
+            for item in self._items:
+                if item.request is request:
+                    return True
+        return False
 
     def continues(self) -> bool:
         """Returns whether items that are taken now are of the same batch."""
@@ -106,12 +112,15 @@ class Work:
         """Returns the request that is worked for, or the batch; None if there is none."""
         current = self._current
         if current is None or current.ended:
-            opened = [
-                item.request.open() if isinstance(item.request, DeferredRequest) else item.request
-                for item in self._own_items
-            ]
-            members = list(dict.fromkeys(member for each in opened for member in _list_members(each)))
-            current = BatchRequest(members) if len(members) > 1 else (members[0] if members else None)
+            members: dict[RequestSpan, None] = {}
+            for item in self._own_items:
+                request: CurrentRequest | None = item.request
+                if type(request) is RequestSpan and not request.ended:
+                    members[request] = None
+                else:
+                    opened = request.open() if isinstance(request, DeferredRequest) else request
+                    members.update(dict.fromkeys(_list_members(opened)))
+            current = BatchRequest(tuple(members)) if len(members) > 1 else next(iter(members), None)
             self._current = current
         return current
 
@@ -148,14 +157,14 @@ class Work:
         self._is_called = True
         items = self._own_items
         complete_at = max(self.worker.waited_until, items[-1].taken_at)
-        for item in {
-            id(item.request): item for item in reversed(items)
-        }.values():  # the first of each request
+        waited = set()
+        for item in items:
             request = item.request.opened if isinstance(item.request, DeferredRequest) else item.request
-            if request is not None and item.taken_at < complete_at:
-                request.record_event(
-                    events.StageEnded(complete_at, item.taken_at, events.BATCH_WAIT, len(items))
-                )
+            if request is None or request in waited or item.taken_at >= complete_at:
+                continue
+            waited.add(request)  # only the first item of a request
+            wait = complete_at, item.taken_at, events.BATCH_WAIT, len(items)
+            request.record_event(make_tuple(events.StageEnded, wait))
         if isinstance(current, BatchRequest):
             current.link_members()
         return current

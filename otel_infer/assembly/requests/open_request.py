@@ -198,10 +198,7 @@ class OpenRequest:
             chunks.pop(step, None)
 
     def build_prefill_in_step(self, tokens: int) -> PrefillInStep:
-        """Returns its prompt tokens in a step, with its class.
-
-        Where the length of the prompt was not recorded, the class follows from the chunks so far.
-        """
+        """Returns its prompt tokens in a step, with its class: by the chunks so far, if its length was not recorded."""
         prompt = self.submitted.input_tokens if self.submitted is not None else 0
         prompt = prompt or sum(chunk.tokens for chunks in self.chunks.values() for chunk in chunks.values())
         traffic_class = tenancy.request_class(self.attributes.get(semconv.TRAFFIC_CLASS), prompt)
@@ -256,6 +253,9 @@ class OpenRequest:
         if len(self.timed_stages) < MAX_STAGES:
             self.timed_stages.append(event)
 
+    def _set_batch_size(self, event: ring_events.BatchFormed) -> None:
+        self.attributes[semconv.BATCH_REQUESTS] = event.requests
+
     def _add_cache_size(self, event: ring_events.CacheHeld) -> None:
         self.cache[1:] = [event]  # the first and the last are stored
 
@@ -304,9 +304,8 @@ def _add_span_event(request: OpenRequest, event: ring_events.SpanEventAdded) -> 
 
 
 def _describe_link(request: OpenRequest, event: ring_events.LinkDescribed) -> None:
-    described = [link for link in request.links if link.span_id.hex() == event.span_id]
-    if described:
-        described[-1].attributes.update(event.attributes)
+    for link in [link for link in request.links if link.span_id.hex() == event.span_id][-1:]:
+        link.attributes.update(event.attributes)
 
 
 def _add_out_of_memory(request: OpenRequest, event: ring_events.MemoryRefused) -> None:
@@ -342,6 +341,7 @@ _HANDLERS: dict[type, Callable[[OpenRequest, Any], None]] = {
         UserLink(event.trace_id, event.span_id, {})
     ),
     ring_events.LinkDescribed: _describe_link,
+    ring_events.BatchFormed: OpenRequest._set_batch_size,
     ring_events.HttpDescribed: OpenRequest._set_http_attributes,
     ring_events.SpanUnseen: lambda request, event: setattr(request, "unseen", True),
     ring_events.StepsUnrecorded: lambda request, event: request.mark_steps_lost(),

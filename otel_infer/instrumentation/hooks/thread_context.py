@@ -6,12 +6,16 @@ precision, sniffio the name of the running event loop.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
 from otel_infer.instrumentation.hooks.suppression import loading_for_engine, torch_suppressed
 from otel_infer.tracing import context, request_span
+
+_THREADS_INHERIT = bool(getattr(sys.flags, "thread_inherit_context", False))
+"""Whether a new thread begins with the context of the one that starts it (Python 3.14)."""
 
 
 class ThreadContext:
@@ -29,12 +33,14 @@ class ThreadContext:
         self._request = request if starts else None
         if starts and request is not None:
             owner = request, self._otel_context.get(context.SPAN_KEY)
-        # Written out, because a comprehension is a frame in Python 3.11.
-        self._variables: list[tuple[ContextVar[Any], Any]] = [
-            (torch_suppressed, torch_suppressed.get()),
-            (loading_for_engine, loading_for_engine.get()),
-            (request_span.thread_owner, owner),
-        ]
+        self._variables: list[tuple[ContextVar[Any], Any]] = []
+        # A value that is the default is the thread's, too: what it ran before has reset its own.
+        if torch_suppressed.get() or _THREADS_INHERIT:
+            self._variables.append((torch_suppressed, torch_suppressed.get()))
+        if loading_for_engine.get() or _THREADS_INHERIT:
+            self._variables.append((loading_for_engine, loading_for_engine.get()))
+        if owner is not None or _THREADS_INHERIT:
+            self._variables.append((request_span.thread_owner, owner))
 
     def add_variable(self, variable: ContextVar[Any], value: Any) -> ThreadContext:
         """Adds a context variable to be set in `run`, and returns this object."""

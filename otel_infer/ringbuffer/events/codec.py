@@ -31,6 +31,7 @@ from otel_infer.ringbuffer.events.requests import (
     OPERATION_KEYS,
     SINGLE_CHUNK,
     AttributeSet,
+    BatchFormed,
     BytesMoved,
     CacheHeld,
     EngineFinished,
@@ -130,6 +131,7 @@ REQUEST_LAYOUTS: tuple[EventLayout, ...] = (
     _make_layout(43, OperationNamed, "q S S S"),
     _make_layout(44, ThreadRan, "q q S H I I I I"),
     _make_layout(45, ServerBound, "q S I"),
+    _make_layout(46, BatchFormed, "q I"),
     _make_layout(41, HttpServed, "q q H S S S S"),
 )
 LAYOUT_BY_EVENT: Mapping[type, EventLayout] = {layout.event: layout for layout in REQUEST_LAYOUTS}

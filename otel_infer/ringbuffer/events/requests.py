@@ -227,10 +227,7 @@ class AttributeSet(NamedTuple):
 
 
 class OperationNamed(NamedTuple):
-    """Operation, provider and served model became known after the arrival; "" = unknown.
-
-    In a ring one event stands for three `AttributeSet`.
-    """
+    """Operation, provider and served model became known after the arrival; "" = unknown. Three attributes in one event."""
 
     at: int
     operation: str
@@ -247,11 +244,18 @@ class SpanEventAdded(NamedTuple):
 
 
 class SpanLinked(NamedTuple):
-    """Link that user code added from the live request span to another span."""
+    """Link from the live request span to another span: of user code, or to another request of its batch."""
 
     at: int
     trace_id: bytes
     span_id: bytes
+
+
+class BatchFormed(NamedTuple):
+    """The request is one of so many that a worker has collected for one call of a model."""
+
+    at: int
+    requests: int
 
 
 class LinkDescribed(NamedTuple):
@@ -326,8 +330,6 @@ SINGLE_CHUNK = 1
 OPERATION_KEYS = semconv.OPERATION_NAME, semconv.PROVIDER_NAME, semconv.REQUEST_MODEL
 """The attributes that `OperationNamed` stands for, in the order of its fields."""
 
-BATCH_REQUESTS_KEY = semconv.BATCH_REQUESTS
-"""Attribute of the requests of a batch: how many they are."""
 ADDRESS_KEYS = semconv.SERVER_ADDRESS, semconv.SERVER_PORT
 """Attributes of the server span of an HTTP request: where it was received."""
 RPC_KEYS = semconv.RPC_SYSTEM_NAME, semconv.RPC_METHOD, semconv.RPC_RESPONSE_STATUS_CODE
@@ -343,6 +345,6 @@ REQUEST_EVENTS = (
     RequestArrived, StageEnded, BytesMoved, CacheHeld, RequestSubmitted, RequestReceived, RequestScheduled,
     RequestPreempted, PrefixRead, TokensDrafted, TokenReached, FirstTokenSent, ResponseStarted, EngineFinished,
     RequestEnded, ExchangeEnded, AttributeSet, OperationNamed, SpanEventAdded, SpanLinked, LinkDescribed, NameUpdated,
-    StateCarried, SpanUnseen, StepsUnrecorded, HttpServed, HttpDescribed,
+    StateCarried, SpanUnseen, StepsUnrecorded, HttpServed, HttpDescribed, BatchFormed,
 )  # fmt: skip
 """The types that this module defines."""
