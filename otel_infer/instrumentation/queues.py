@@ -80,11 +80,13 @@ def note_take(state: QueueState, item: Any) -> None:
     elif entry is not None and is_worker and _is_result(entry, current) and state.comes_back(entry.request):
         return
     is_further = is_worker and request is not None and current.has_taken(request)
-    if entry is not None and not is_further and not _is_past_queue(entry):
+    is_past = entry is not None and _is_past_queue(entry)
+    if entry is not None and not is_further and not is_past:
         _record_wait(entry.request, entry.put_at)
     if request is None and not is_worker:
         return
-    take_for_worker(current if is_worker else None, request, id(item))
+    put_at = entry.put_at if entry is not None and is_past and not is_further else 0
+    take_for_worker(current if is_worker else None, request, id(item), put_at)
 
 
 def _record_wait(request: CurrentRequest, put_at: int) -> None:
@@ -100,7 +102,7 @@ def _is_result(entry: PutItem, work: Work) -> bool:
 
 
 def _is_past_queue(entry: PutItem) -> bool:
-    """Returns whether the wait of an item is none of its request: an engine's own queue, or a result on its way."""
+    """Returns whether the wait of an item may be none of its request: an engine's own queue, or a result on its way."""
     request = entry.request
     return (isinstance(request, RequestSpan) and bool(request.engine)) or (
         entry.by_worker and has_model(request)
@@ -114,18 +116,20 @@ def is_put_by_library(frame: Any) -> bool:
     return is_of_library(frame)
 
 
-def take_for_worker(work: Work | None, request: CurrentRequest | None, item_id: int = 0) -> None:
+def take_for_worker(
+    work: Work | None, request: CurrentRequest | None, item_id: int = 0, put_at: int = 0
+) -> None:
     """Makes the request what the worker works for, perhaps with others in a batch.
 
-    A task that does nothing but take an item, such as that of `asyncio.wait_for`, takes it for the task that has begun it.
+    `put_at`: of an item that has waited only if the worker calls a model for it (monotonic ns); 0 for others. A task that does nothing but take an item, such as that of `asyncio.wait_for`, takes it for the task that has begun it.
     """
     key = find_worker()
     if work is None or (work.worker.key != key and not is_getter(key)):
         work = Work(Worker(key))
     elif work.worker.key != key:
-        work.take(request, item_id)
+        work.take(request, item_id, put_at)
         return
-    attach_work(work.take_next(request, item_id))
+    attach_work(work.take_next(request, item_id, put_at))
 
 
 # ── hooks ────────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -237,6 +237,7 @@ CAUSE_TABLE = (
         "garbage collection",
         "gc.freeze() once the server is warm, a higher threshold, fewer long-lived objects",
         pause=STOPS_PROCESS, slows_decode=True,
+        sampled=_LATE_CODE,
     ),
     Cause(
         CAUSE_COMPILE, GROUP_STALL, "#cdb8ec",

@@ -29,11 +29,16 @@ MAX_MEMBERS = 1024
 
 
 class TakenItem(NamedTuple):
-    """An item of a request, and when it was taken (monotonic ns). `item_id`: `id` of the object; 0 = unknown."""
+    """An item of a request, and when it was taken (monotonic ns). `item_id`: `id` of the object; 0 = unknown.
+
+    `put_at`: when it was put, if a model had been called for its request before. It is the next stage's input, and has
+    waited since, if a model is called for it; else it is a result. 0 for other items.
+    """
 
     request: CurrentRequest
     taken_at: int
     item_id: int = 0
+    put_at: int = 0
 
 
 class Worker:
@@ -65,21 +70,21 @@ class Work:
         self._current: RequestSpan | None = None
         self.single: RequestSpan | None = None
 
-    def take(self, request: CurrentRequest | None, item_id: int = 0) -> None:
+    def take(self, request: CurrentRequest | None, item_id: int = 0, put_at: int = 0) -> None:
         """Adds the request of an item that was just taken; None if the item is of no request that is recorded.
 
         A call of a model ends a batch, so items that are taken afterwards are of the next one.
         """
-        self._items = self._add_item(request, item_id)
+        self._items = self._add_item(request, item_id, put_at)
         self._is_called, self._current = False, None
 
-    def take_next(self, request: CurrentRequest | None, item_id: int = 0) -> Work:
+    def take_next(self, request: CurrentRequest | None, item_id: int = 0, put_at: int = 0) -> Work:
         """Returns the work after a further item. Children that began before keep this one."""
         if self.continues():
             self._has_successor = True
-        return Work(self.worker, self._add_item(request, item_id))
+        return Work(self.worker, self._add_item(request, item_id, put_at))
 
-    def _add_item(self, request: CurrentRequest | None, item_id: int) -> tuple[TakenItem, ...]:
+    def _add_item(self, request: CurrentRequest | None, item_id: int, put_at: int) -> tuple[TakenItem, ...]:
         """Returns the items of the batch after a further one."""
         items = self._items if self.continues() else ()
         if request is None:
@@ -88,7 +93,7 @@ class Work:
         for item in items[-MAX_MEMBERS:]:  # not a comprehension, which is one more call
             if not item.request.ended:
                 kept.append(item)  # noqa: PERF401
-        kept.append(make_tuple(TakenItem, (request, _clock.now(), item_id)))
+        kept.append(make_tuple(TakenItem, (request, _clock.now(), item_id, put_at)))
         return tuple(kept)
 
     def has_taken(self, request: CurrentRequest) -> bool:
@@ -155,19 +160,25 @@ class Work:
         if self._is_called or current is None:
             return current
         self._is_called = True
-        items = self._own_items
-        complete_at = max(self.worker.waited_until, items[-1].taken_at)
-        waited = set()
-        for item in items:
-            request = item.request.opened if isinstance(item.request, DeferredRequest) else item.request
-            if request is None or request in waited or item.taken_at >= complete_at:
-                continue
-            waited.add(request)  # only the first item of a request
-            wait = complete_at, item.taken_at, events.BATCH_WAIT, len(items)
-            request.record_event(make_tuple(events.StageEnded, wait))
+        self._record_waits(self._own_items)
         if isinstance(current, BatchRequest):
             current.link_members()
         return current
+
+    def _record_waits(self, items: tuple[TakenItem, ...]) -> None:
+        """Records what the requests of a batch waited for, of the first item of each."""
+        complete_at, waited = max(self.worker.waited_until, items[-1].taken_at), set()
+        for item in items:
+            request = item.request.opened if isinstance(item.request, DeferredRequest) else item.request
+            if request is None or request in waited:
+                continue
+            waited.add(request)
+            if item.put_at:
+                wait = item.taken_at, item.put_at, events.QUEUE_WAIT, 0
+                request.record_event(make_tuple(events.StageEnded, wait))
+            if item.taken_at < complete_at:
+                wait = complete_at, item.taken_at, events.BATCH_WAIT, len(items)
+                request.record_event(make_tuple(events.StageEnded, wait))
 
 
 def take_over() -> list[RequestSpan]:

@@ -3,7 +3,8 @@
 Each ns is attributed once, in this order:
 
   1. Pauses of the process. Where two overlap, throttling comes second because it is an estimate.
-  2. The engine's stages: grammar, KV transfer, queue, prefill, decode.
+  2. The engine's stages: grammar, KV transfer, queue, prefill, decode. Likewise the waits of an item for a worker and for
+     its batch: its handler waits for the result meanwhile, perhaps for a condition or a thread of a pool.
   3. Other recorded stages, latest start first, because a later stage lies inside the others.
   4. `ingress` and `postprocess`.
   5. Delays of the event loop, then the time of the application's code: between two generations, and between
@@ -54,6 +55,7 @@ _ENGINE_STAGES = (semconv.SPAN_PREFILL, semconv.SPAN_DECODE)
 _STAGE_PRIORITIES = {
     **dict.fromkeys((semconv.SPAN_GRAMMAR, semconv.SPAN_KV_TRANSFER), -2),
     **dict.fromkeys((semconv.SPAN_QUEUE, semconv.SPAN_PREFILL, semconv.SPAN_DECODE), -1),
+    **dict.fromkeys((semconv.SPAN_QUEUE_WAIT, semconv.SPAN_BATCH_WAIT), -1),
     **dict.fromkeys((semconv.SPAN_POSTPROCESS, semconv.SPAN_INGRESS), 1),
 }
 
@@ -194,7 +196,7 @@ def _attribute_throttling_outside(ledger: _TimeLedger, record: RequestRecord) ->
 def stage_priority(name: str, started_at: int) -> tuple[int, int]:
     """Returns the sort key of a stage, which decides overlaps.
 
-    Grammar and KV transfer come first, then the engine's stages. Other stages follow, latest start first,
+    Grammar and KV transfer come first, then the engine's stages and an item's waits. Other stages follow, latest start first,
     because a later stage lies inside the others. `ingress` and `postprocess` come last.
     """
     return _STAGE_PRIORITIES.get(name, 0), -started_at

@@ -1,7 +1,7 @@
 """Names the code in which the time of a cause passes, from samples of late threads. Pure.
 
-A sample of an event loop stands for the pause in which it was taken. Any other sample stands for the time since which its
-thread was late. Only the requests with most of the cause count, and the period in which the cause can occur. A share is a
+A sample of an event loop stands for the pause in which it was taken, as does one that was taken while garbage was collected.
+Any other sample stands for the time since which its thread was late. Only the requests with most of the cause count, and the period in which the cause can occur. A share is a
 part of the sampled time.
 """
 
@@ -55,14 +55,30 @@ class CodePlace(NamedTuple):
         return any(library in self.file + self.callee for library in _MODEL_LIBRARIES)
 
 
-def find_code_places(records: Sequence[RequestRecord], cause: str) -> list[CodePlace]:
-    """Returns the functions in which the time of a cause passed, in the requests that have most of it."""
+def find_code_places(
+    records: Sequence[RequestRecord], cause: str, *, is_widened: bool = False
+) -> list[CodePlace]:
+    """Returns the functions in which the time of a cause passed, in the requests that have most of it.
+
+    `is_widened`: where those have no sample, in the requests that have at least half as much of it.
+    """
     row = causes.CAUSES.get(cause)
     if row is None or not row.sampled:
         return []
+    lengths = [sum_cause_time(record, *TIME_OF.get(cause, (cause,))) for record in records]
+    order = sorted(range(len(records)), key=lambda position: -lengths[position])
     count = max(round(len(records) * SLOW_SHARE), 3)
-    most = sorted(records, key=lambda record: -sum_cause_time(record, *TIME_OF.get(cause, (cause,))))[:count]
-    weights = _weigh_samples(most, row)
+    weights = _weigh_samples([records[position] for position in order[:count]], row)
+    if is_widened and not weights:
+        least = max(lengths[order[:count][-1]] / 2, 1) if order else 1
+        weights = _weigh_samples(
+            [record for record, length in zip(records, lengths, strict=True) if length >= least], row
+        )
+    return _rank_places(weights)
+
+
+def _rank_places(weights: dict[CodeLocated, int]) -> list[CodePlace]:
+    """Returns the functions with the largest shares of the sampled time."""
     by_function: dict[tuple[str, str], list[tuple[int, CodeLocated]]] = defaultdict(list)
     for sample, weight in weights.items():
         by_function[sample.file, sample.function].append((weight, sample))
@@ -82,7 +98,7 @@ def describe_code(records: Sequence[RequestRecord], cause: str) -> list[str]:
     """Returns a sentence for each place of a cause."""
     return [
         f"{place.share:.0%} of {cause} is {describe_place(place)} ({place.samples} {'sample' if place.samples == 1 else 'samples'})"
-        for place in find_code_places(records, cause)
+        for place in find_code_places(records, cause, is_widened=True)
     ]
 
 
@@ -102,7 +118,10 @@ def _weigh_samples(records: Iterable[RequestRecord], cause: Cause) -> dict[CodeL
     for record in records:
         begin, end = _find_period(record, cause.group)
         for sample in record.code_samples:
-            since, until = _measure_delay(record, sample)
+            if cause.pause == causes.STOPS_PROCESS:
+                since, until = _find_pause(record, sample, cause.name)
+            else:
+                since, until = _measure_delay(record, sample)
             length = min(until, end) - max(since, begin)
             if sample.reason in cause.sampled and length > 0:
                 weights[sample] = max(weights[sample], length)
@@ -126,6 +145,14 @@ def _measure_delay(record: RequestRecord, sample: CodeLocated) -> tuple[int, int
             if pause.started_at <= sample.at and pause.ended_at >= sample.since:
                 return pause.started_at, pause.ended_at
     return sample.since, sample.at
+
+
+def _find_pause(record: RequestRecord, sample: CodeLocated, cause: str) -> tuple[int, int]:
+    """Returns the pause of the process in which a sample was taken; an empty period if it was in none of this cause."""
+    for pause in record.pauses:
+        if pause.cause == cause and pause.started_at <= sample.at <= pause.ended_at:
+            return pause.started_at, pause.ended_at
+    return sample.at, sample.at
 
 
 def _make_place(found: list[tuple[int, CodeLocated]], whole: int) -> CodePlace:

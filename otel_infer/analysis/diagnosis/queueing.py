@@ -17,8 +17,12 @@ MIN_LARGE_WORK_SHARE = 0.4
 """Share of all work; below it, large requests delay no others, even if one is always running."""
 _MIN_LARGE_COUNT_SHARE, _MAX_LARGE_COUNT_SHARE, _MIN_SMALL_REQUESTS = 0.01, 0.4, 4
 """Share of the requests that are large, and number of small ones. Outside, the two are no distinct kinds."""
+_MIN_SMALL_WAIT_SHARE = 0.3
+"""Share of the waiting time that small requests have. Below it, large requests wait, as in the queue of a model of their own."""
 _EXPLAINED_WAIT_SHARE = 0.6
 """Share of the waiting time from which its reason is large requests, or a peak."""
+_IDLE_SHARE = 0.5
+"""Share of the waiting time without a call of a model from which more or faster workers are not the first change."""
 _CHANCE_FACTOR, _ALWAYS_SHARE = 1.25, 0.8
 """Small requests wait beside large ones by this factor more often than by chance, or large ones always run."""
 _WORK_CAUSES = (semconv.CAUSE_PREFILL, semconv.CAUSE_DECODE)
@@ -88,7 +92,8 @@ class QueueAnalysis:
         waits = self._wait_lengths[small]
         beside = _overlap_lengths(self._waits[small], runs)
         total = float(waits.sum())
-        if not total or beside.sum() / total < _EXPLAINED_WAIT_SHARE:
+        least_ns = _MIN_SMALL_WAIT_SHARE * self._wait_lengths.sum()
+        if not total or total < least_ns or beside.sum() / total < _EXPLAINED_WAIT_SHARE:
             return None
         covered = sum(end - begin for begin, end in runs)
         span = float(self._runs[:, 1].max() - self._arrivals.min())
@@ -130,6 +135,25 @@ class QueueAnalysis:
             f"{counts.max():.0f} requests arrived where {usual:.0f} are usual; "
             f"from then on they wait {delayed_wait / _NS_PER_MS:.0f} ms, before it {calm_wait / _NS_PER_MS:.0f} ms"
         )
+
+
+def describe_workers(idle_share: float, own_ns: float, others_ns: float) -> tuple[list[str], str]:
+    """Returns evidence why workers are late, and what to change; empty if they are too few or too slow.
+
+    `idle_share`: of the waiting time, in which no request was running. `own_ns`, `others_ns`: the time of the calls of a
+    model that a request's own item takes, and that the others of its batch add.
+    """
+    if idle_share > _IDLE_SHARE:
+        return [f"{idle_share:.0%} of the waiting time passed while no model was called"], (
+            "see what the workers do between two calls of the model: a wait for more requests of a batch (make it shorter), or other code"
+        )
+    if others_ns <= own_ns:
+        return [], ""
+    return [
+        f"the other items of a batch take {others_ns / (own_ns + others_ns):.0%} of the time of a call"
+    ], (
+        "items of about the same length in a batch, or more or faster workers; larger batches only if they are no slower per item"
+    )
 
 
 def _extend_to_calm(is_peak: Any, mean: Any, calm: float) -> Any:

@@ -35,7 +35,7 @@ from otel_infer.analysis.diagnosis.prompts import (
     find_large_inputs,
     find_prefill_interference,
 )
-from otel_infer.analysis.diagnosis.queueing import QueueAnalysis
+from otel_infer.analysis.diagnosis.queueing import QueueAnalysis, describe_workers
 from otel_infer.analysis.diagnosis.response_end import find_late_end, find_slow_reader
 from otel_infer.analysis.diagnosis.slow_model import find_slow_model
 from otel_infer.analysis.diagnosis.slow_requests import (
@@ -279,11 +279,10 @@ def _find_queueing(
         return [Finding(semconv.SYMPTOM_HEAD_OF_LINE_BLOCKING, cause, lifetime_share, [queue_time, heavy])]
     if peak is not None:
         return [Finding(semconv.SYMPTOM_PEAK, cause, lifetime_share, [queue_time, peak])]
-    return [
-        Finding(
-            semconv.SYMPTOM_QUEUEING, cause, lifetime_share, [queue_time, "at any load, not only at a peak"]
-        )
-    ]
+    costs = [slow.total_ns(part) for part in (semconv.CAUSE_DECODE, semconv.CAUSE_BATCHING)]
+    workers, advice = describe_workers(idle, *costs) if cause == semconv.CAUSE_WORK_QUEUE else ([], "")
+    evidence = [queue_time, "at any load, not only at a peak", *workers]
+    return [Finding(semconv.SYMPTOM_QUEUEING, cause, lifetime_share, evidence, advice)]
 
 
 def _describe_serialized(time: TimeByComplaint) -> Finding:

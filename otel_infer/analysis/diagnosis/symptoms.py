@@ -94,6 +94,7 @@ _CHANGE_BY_SYMPTOM_AND_CAUSE = {
 
 
 _CHANGE_WHATEVER_THE_CAUSE = (
+    semconv.SYMPTOM_HEAD_OF_LINE_BLOCKING,
     semconv.SYMPTOM_LATE_END,
     semconv.SYMPTOM_SLOW_READER,
     semconv.SYMPTOM_NOT_ENOUGH_CPU,
@@ -101,7 +102,7 @@ _CHANGE_WHATEVER_THE_CAUSE = (
     semconv.SYMPTOM_ABANDONED_WORK,
     semconv.SYMPTOM_SLOW_MODEL,
 )
-"""Symptoms whose cause is one of their effects."""
+"""Symptoms whose cause is one of their effects: more workers, for example, are taken by large requests as well."""
 
 
 class Finding(NamedTuple):

@@ -113,15 +113,17 @@ def _explain_all(data: ExplainInput, worst: int, as_json: bool, latency: ClientL
     out = terminal.make_console()
     out.print(data.source.to_sentence(), markup=False)
     out.print(*data.hang, sep="\n", markup=False)
-    out.print(terminal.make_latency_table(records))
+    if records:
+        out.print(terminal.make_latency_table(records))
     out.print()
     _print_findings(out, diagnosis)
     if latency is not None:
         out.print(latency.to_sentence())
-    out.print()
-    _print_causes(out, diagnosis, data)
-    out.print()
-    out.print(f"the slowest {len(slowest)}", style="bold")
+    if diagnosis.causes:
+        out.print()
+        _print_causes(out, diagnosis, data)
+    if slowest:
+        out.print(f"\nthe slowest {len(slowest)}", style="bold")
     for record in slowest:
         out.print("  " + summarise_record(record))
     return 0

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 
 class ExplainInput(NamedTuple):
-    """The requests to explain. Requests that reached no engine (e.g. health checks) are excluded.
+    """The requests to explain. Requests that reached no engine (e.g. health checks) are excluded, unless one of them is
+    asked for by its id, or `unfollowed` is about them.
 
     `complete_since`: from when on the tape has all events (monotonic ns). `running_since`: when each
     unfinished request was scheduled, or else arrived. `cpu_usage`: of the server's cores. `abandoned_share`:
@@ -77,7 +78,7 @@ def read_inferences(
 
     `folder`: the folder of the rings if the tape is a dump of a running server.
     """
-    from otel_infer.analysis.diagnosis.unfollowed import describe_unfollowed
+    from otel_infer.analysis.diagnosis.unfollowed import describe_unfollowed, select_explained
     from otel_infer.assembly.assembler import Assembler
     from otel_infer.cli.explain.hang import describe_hang
     from otel_infer.cli.replay import (
@@ -94,16 +95,16 @@ def read_inferences(
     if arrived.since is not None and finished:
         complete_since = max(complete_since, min(record.arrived_at for record in finished))
     source = describe_source(finished, complete_since, tape=None if folder else path, folder=folder)
-    inferences = [record for record in finished if record.operation or record.failed_in_queue]
+    unfollowed = "" if request_id else describe_unfollowed(finished)
     running_since = find_running_since(assembler)
     return ExplainInput(
         source,
-        inferences,
+        finished if request_id else select_explained(finished, unfollowed),
         complete_since,
         running_since,
         assembler.processes.cpu_usage,
         measure_abandoned_share(assembler),
         describe_hang(assembler),
         file.read_objectives(path),
-        "" if request_id else describe_unfollowed(finished),
+        unfollowed,
     )

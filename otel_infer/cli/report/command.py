@@ -66,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def read_recording(path: Path) -> RecordingContents:
     """Returns the contents of a tape within its period; raises `InvalidRecording` or `OSError`."""
-    from otel_infer.analysis.diagnosis.unfollowed import describe_unfollowed
+    from otel_infer.analysis.diagnosis.unfollowed import describe_unfollowed, select_explained
     from otel_infer.assembly.assembler import Assembler
     from otel_infer.cli.replay import find_running_since, measure_abandoned_share, read_recent_records
     from otel_infer.cli.report.summary import RecordingContents
@@ -74,16 +74,19 @@ def read_recording(path: Path) -> RecordingContents:
     assembler = Assembler()
     objectives = file.read_objectives(path)
     finished = list(read_recent_records(path, assembler, keeps_steps=True))
-    inferences = [record for record in finished if record.operation or record.failed_in_queue]
+    unfollowed = describe_unfollowed(finished)
+    shown = select_explained(finished, unfollowed)
     began = file.read_began_at(path)
     arrived = [request.arrived_at for request in assembler.open_requests.values() if request.submitted]
     unfinished = sorted(max(at, began) for at in arrived)
     steps = [step for step in assembler.drain_steps() if step.ended_at > began]
     pauses = [pause for pause in assembler.pauses.drain_pauses() if pause.ended_at > began]
-    non_engine = len(finished) - len(inferences)
+    non_engine = sum(not record.operation for record in finished) - sum(
+        not record.operation for record in shown
+    )
     return RecordingContents(
-        inferences, steps, pauses, unfinished, non_engine, objectives, began, find_running_since(assembler),
-        assembler.processes.cpu_usage, measure_abandoned_share(assembler), describe_unfollowed(finished),
+        shown, steps, pauses, unfinished, non_engine, objectives, began, find_running_since(assembler),
+        assembler.processes.cpu_usage, measure_abandoned_share(assembler), unfollowed,
     )  # fmt: skip
 
 

@@ -639,3 +639,40 @@ def test_hooked_functions_of_asyncio_are_coroutine_functions(recording: Recordin
         assert await asyncio.sleep(0, "done") == "done"
 
     asyncio.run(wait_for_nothing())
+
+
+def test_an_item_of_the_next_model_has_waited_and_a_result_has_not(recording: Recording) -> None:
+    """A detector puts what it found into the queue of a classifier, whose answers a third thread takes."""
+    found: queue.Queue[Any] = queue.Queue()
+    classified: queue.Queue[Any] = queue.Queue()
+    detect: queue.Queue[Any] = queue.Queue()
+
+    def run_detector() -> None:
+        for _ in "ab":
+            detect.get()
+            call_model()
+            found.put("box")
+
+    def run_classifier() -> None:
+        for _ in "ab":
+            found.get()
+            time.sleep(WAIT_S)
+            call_model()
+            classified.put("label")
+
+    def deliver() -> None:
+        for _ in "ab":
+            classified.get()
+
+    requests = [put_for(name, detect) for name in "ab"]
+    threads = [threading.Thread(target=target) for target in (run_detector, run_classifier, deliver)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(5)
+    for request in requests:
+        request.close()
+    records = by_name(recording)
+    assert [stages_of(records[name]) for name in "ab"] == [["queue wait", "forward"] * 2] * 2
+    waits = [stage for stage in records["b"].stages if stage.name == "queue wait"]
+    assert (waits[1].ended_at - waits[1].started_at) / MS > 0.8e3 * WAIT_S

@@ -699,3 +699,15 @@ def test_each_instant_of_overlapping_pauses_is_counted_once() -> None:
     assert causes["gc"] == pytest.approx(800)
     assert causes["throttled"] == pytest.approx(800)
     assert sum(causes.values()) == 4000
+
+
+@table("""
+an item waits for a worker while its handler waits for a condition
+  queue wait 10–60, lock wait 12–30, lock wait 30–70, forward 70–90, ends 90
+                                                       → ingress 10, work_queue 50, lock_queue 10, decode 20
+an item waits for its batch while a thread of a pool waits for the result
+  queue wait 10–20, pool wait 15–55, batch wait 20–60, forward 60–90, ends 90
+                                                       → ingress 10, work_queue 10, batch_wait 40, decode 30
+""")
+def test_the_wait_of_an_item_is_not_that_of_its_handler(script: str, expected: dict[str, float]) -> None:
+    assert causes_ms(build(script)) == pytest.approx(expected)

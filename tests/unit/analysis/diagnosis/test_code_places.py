@@ -47,6 +47,26 @@ def test_only_the_requests_with_most_of_the_cause_count() -> None:
     assert [place.function for place in find_code_places(others + slow, "ingress")] == ["lookup"]
 
 
+def test_requests_with_less_of_the_cause_are_evidence_where_the_others_have_no_sample() -> None:
+    """Samples have a budget, so the slowest requests may have none."""
+    slow = [record(causes={"ingress": 300 * MS}) for _ in range(5)]
+    usual = [record(sample(0, 200, "request"), causes={"ingress": 200 * MS}) for _ in range(20)]
+    fast = [record(sample(0, 400, "request", "train"), causes={"ingress": 9 * MS}) for _ in range(20)]
+    assert describe_code([*fast, *usual, *slow], "ingress") == [
+        "100% of ingress is `lookup` at app.py:31 (1 sample)"
+    ]
+    assert describe_code([*fast, *slow], "ingress") == [] == describe_code([], "ingress")
+    assert find_code_places([*fast, *usual, *slow], "ingress") == []
+
+
+def test_the_code_that_allocates_is_named_for_garbage_collection() -> None:
+    """A late loop counts only while garbage is collected."""
+    late = sample(100, 150, "event_loop", "parse", 7), sample(600, 650, "event_loop", "log")
+    pauses = Pause(120 * MS, 400 * MS, "gc"), Pause(700 * MS, 710 * MS, "gc"), Pause(640 * MS, 660 * MS, "x")
+    slow = record(*late, causes={"gc": 290 * MS}, pauses=pauses)
+    assert describe_code([slow], "gc") == ["100% of gc is `parse` at app.py:7 (1 sample)"]
+
+
 def test_a_cause_counts_in_its_own_part_of_a_request() -> None:
     samples = sample(100, 400, "request", "look_up"), sample(820, 990, "request", "save")
     both = record(*samples, causes={"ingress": 300 * MS, "egress": 200 * MS})

@@ -23,8 +23,8 @@ from tests.support.served_load import MS, ClientRequest, SimulatedServer
 Causes = dict[str, float]
 STAGE_OF_CAUSE = {
     "ingress": "ingress", "socket_queue": "accept", "tokenize": "tokenize", "lock_queue": "lock wait",
-    "pool_queue": "pool wait", "scheduler_queue": "queue", "prefill": "prefill", "decode": "decode",
-    "starved": "decode", "blocked": "decode", "egress": "postprocess",
+    "pool_queue": "pool wait", "scheduler_queue": "queue", "work_queue": "queue wait", "prefill": "prefill", "decode": "decode",
+    "starved": "decode", "blocked": "decode", "batching": "decode", "egress": "postprocess",
 }  # fmt: skip
 SECOND = 1_000 * MS
 TEMPLATE = SimulatedServer().records([ClientRequest(0, 16, 4)])[0]

@@ -13,9 +13,11 @@ import pytest
 
 from otel_infer import semconv
 from otel_infer.cli import main
+from otel_infer.cli.replay import read_records
 from otel_infer.ringbuffer import events
 from otel_infer.sidecar.recording import file
 from tests.support.served_load import ClientRequest, SimulatedServer
+from tests.support.story import Story
 from tests.unit.analysis.diagnosis.test_rules import before_the_engine, healthy
 
 
@@ -209,3 +211,41 @@ def test_device_bottleneck_is_printed_with_a_remedy(
         "launch-or-sync",
     )
     assert 0 < decode["requests"] <= decode["timed"]
+
+
+def test_a_server_whose_model_is_not_seen_shows_its_requests(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A gateway, for example."""
+    story = Story()
+    for number in range(20):
+        story.ends(100 * number + 50, story.arrives(100 * number, "POST", operation=""))
+    path = write_tape(tmp_path / "gateway.tape", story.in_order())
+    assert main(["explain", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert "insufficient: 20 HTTP requests (p50 50 ms, p95 50 ms) contain no call of a model" in out
+    assert "end to end      20" in out and "the slowest 5" in out and "where the time" not in out
+    shown = re.findall(r"^  ([0-9a-f]{8})  50 ms", out, re.MULTILINE)
+    assert len(shown) == 5
+
+
+def test_a_request_without_a_model_can_be_explained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    story = Story()
+    story.ends(50, story.arrives(0, "POST", operation=""))
+    path = write_tape(tmp_path / "one.tape", story.in_order())
+    (record,) = read_records(path)
+    assert main(["explain", str(path), "--request", record.trace_id.hex()]) == 0
+    assert "POST" in capsys.readouterr().out
+
+
+def test_a_recording_without_requests_has_no_tables(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    story = Story()
+    story.arrives(0, "a")
+    assert main(["explain", str(write_tape(tmp_path / "empty.tape", story.in_order()))]) == 0
+    out = capsys.readouterr().out
+    assert "insufficient: 0 requests" in out
+    assert "the slowest" not in out and "client-side latency" not in out and "where the time" not in out
