@@ -277,13 +277,11 @@ class Pipeline:
 
     def close(self, timeout: float) -> None:
         """Sends queued data for at most `timeout` s, metrics slightly longer, then closes everything."""
-        deadline = _clock.now() + int(timeout * 1e9)
-        if self.sender is not None:
-            self.sender.close(timeout)
+        left_s = timeout if self.sender is None else self.sender.close(timeout)
         if self._metrics_sender is not None:
             # Once more, because refused spans are known only now; queued behind metrics still being sent.
             self._collect_metrics(_clock.now(), final=True)
-            self._metrics_sender.close(max((deadline - _clock.now()) / 1e9, FINAL_METRICS_S))
+            self._metrics_sender.close(max(left_s, FINAL_METRICS_S))
         if self._tape is not None:
             self._tape.close()
         self._request_log.close()

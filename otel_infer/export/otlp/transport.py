@@ -23,9 +23,10 @@ HTTP, GRPC = "http/protobuf", "grpc"
 _MAX_MESSAGE_LENGTH = 100
 _NOT_SENT = "not sent"
 _PARTIAL = "partial success"
+_ABSENCES = ("connection refused", "name not resolved")
 _REFUSALS = frozenset(
     (
-        "connection refused", "name not resolved", "TLS error", "shut down", _NOT_SENT, "INVALID_ARGUMENT",
+        *_ABSENCES, "TLS error", "shut down", _NOT_SENT, "INVALID_ARGUMENT",
         "UNAUTHENTICATED", "PERMISSION_DENIED", "NOT_FOUND", "UNIMPLEMENTED", "RESOURCE_EXHAUSTED",
         "FAILED_PRECONDITION", "OUT_OF_RANGE", "INTERNAL",
     )
@@ -70,6 +71,10 @@ class Transport(Protocol):
         Blocks while the exporter retries, at most for its timeout (10 s by default; old SDK releases up to a
         minute).
         """
+
+    @property
+    def is_absent(self) -> bool:
+        """Whether nothing listens at the destination: the last connection was refused, or its name is not known."""
 
     def shutdown(self) -> None:
         """Stops a pending retry and closes connections. Later batches are rejected."""
@@ -142,6 +147,11 @@ class _SdkTransport:
             return SendResult(0, count, outcome.reason)
         rejected = min(max(outcome.rejected, 0), count)
         return SendResult(count - rejected, rejected, outcome.reason)
+
+    @property
+    def is_absent(self) -> bool:
+        """See `Transport`. gRPC does not say why it is unavailable."""
+        return self._outcome.reason in _ABSENCES
 
     def shutdown(self) -> None:
         """See `Transport`."""

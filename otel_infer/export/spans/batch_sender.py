@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter, deque
 from collections.abc import Callable
 from typing import NamedTuple
@@ -13,6 +14,8 @@ from otel_infer.export.otlp import transport
 from otel_infer.ringbuffer.ledger import RequestLedger
 
 QUEUE_BYTES = 24 << 20
+ABSENT_S = 0.5
+"""How long a destination that refuses connections is tried at the end."""
 
 
 class SpanBatch(NamedTuple):
@@ -85,9 +88,13 @@ class BatchSender(threading.Thread):
         with self._condition:
             return self._condition.wait_for(lambda: not self._queue and not self._busy, timeout)
 
-    def close(self, timeout: float) -> None:
-        """Flushes for at most `timeout` s, then counts the remaining batches as lost."""
-        done = self.flush(timeout)
+    def close(self, timeout: float) -> float:
+        """Flushes for at most `timeout` s, then counts the remaining batches as lost. Returns the time that is left, s."""
+        until = time.monotonic() + timeout
+        while not (done := self.flush(min(max(until - time.monotonic(), 0.0), ABSENT_S))):
+            until = 0.0 if self._transport.is_absent else until
+            if time.monotonic() >= until:
+                break
         with self._condition:
             if not done:
                 for batch in self._queue:
@@ -103,6 +110,7 @@ class BatchSender(threading.Thread):
                 self._count_lost(semconv.LOSS_REFUSED, self._current, is_unconfirmed=True)
                 self._current = None
         self._transport.shutdown()
+        return max(until - time.monotonic(), 0.0)
 
     def _send_batch(self, batch: SpanBatch) -> transport.SendResult:
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
@@ -26,6 +27,7 @@ class ControlledTransport:
         self.entered = threading.Event()
         self.open.set()
         self.shut = 0
+        self.is_absent = False
 
     def send_spans(self, parts: Sequence[Encoded], count: int) -> SendResult:
         self.bodies.append(b"".join(parts))
@@ -193,3 +195,16 @@ def test_a_batch_that_the_destination_holds_at_close_is_unconfirmed() -> None:
     transport.open.set()
     sender.join(5)
     assert settled(sender) == {"unconfirmed": 2}, "the late answer is not counted as well"
+
+
+def test_destination_that_refuses_connections_does_not_delay_the_end(
+    sender: BatchSender, transport: ControlledTransport
+) -> None:
+    transport.open.clear()
+    transport.is_absent, transport.answer = True, lambda count: SendResult(0, count, "connection refused")
+    for spans in (1, 2):
+        sender.put(batch(spans))
+    began = time.monotonic()
+    assert sender.close(60) == 0
+    assert time.monotonic() - began < 10
+    assert sum(sender.lost.values()) == 3
