@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,10 @@ OURS = "otel_infer"
 def serve(name: str, port: int, receiver: OtlpReceiver, log: Path, *more: str) -> Server:
     app = ServedApp(("-m", "tests.servers.apps.contrib", name, "{port}", *more), "")
     kind = GrpcServer if name == "grpc_app" else Server
-    return kind(make_command(app, port), port, log, {**receiver.environ, "PYTHONPATH": str(Path.cwd())})
+    command = make_command(app, port)
+    if "ours_last" in more:  # not started by `otel-infer run`, which is first
+        command = [sys.executable, *command[command.index("--") + 2 :]]
+    return kind(command, port, log, {**receiver.environ, "PYTHONPATH": str(Path.cwd())})
 
 
 def draw_kinds(spans: list[dict[str, Any]], parent: str) -> list[tuple[str, str]]:
@@ -78,7 +82,11 @@ def test_a_stream_and_an_error_have_the_server_span_of_the_other(tmp_path: Path)
         assert receiver.wait_for(lambda it: counted(it) == 2, 10)
 
 
-@pytest.mark.parametrize("more", [(), ("aio",)], ids=["threads", "aio"])
+@pytest.mark.parametrize(
+    "more",
+    [(), ("aio",), ("ours_last",), ("aio", "ours_last")],
+    ids=["threads", "aio", "threads_ours_last", "aio_ours_last"],
+)
 def test_a_remote_call_has_the_server_span_of_the_other(more: tuple[str, ...], tmp_path: Path) -> None:
     port = free_port()
     with OtlpReceiver() as receiver, serve("grpc_app", port, receiver, tmp_path / "log", *more):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
 import grpc
@@ -261,3 +263,62 @@ def test_an_http_metric_counts_no_call(served: Served) -> None:
     assert not [
         metric for metric in served.receiver.metrics if metric["name"] == semconv.HTTP_REQUEST_DURATION.name
     ]
+
+
+# ── the wait in gRPC's core ──────────────────────────────────────────────────────────────────────────────────────────
+
+BLOCKED_S = 0.03
+CLIENTS, CALLS = 8, 10
+
+
+def call_blocked(channel: grpc.Channel, calls: int) -> dict[str, float]:
+    """Calls a method that blocks the event loop, one call after the other. Returns their latencies in s by trace id."""
+    latencies = {}
+    for _ in range(calls):
+        trace_id, _, header = make_ids()
+        began = time.perf_counter()
+        channel.unary_unary("/toy.Scorer/Block")(
+            str(BLOCKED_S).encode(), metadata=(("traceparent", header),), timeout=20
+        )
+        latencies[trace_id] = time.perf_counter() - began
+    return latencies
+
+
+def count_servers(receiver: OtlpReceiver, latencies: dict[str, float]) -> int:
+    """Returns the number of SERVER spans in these traces."""
+    return sum(span["kind"] == 2 and span["trace_id"] in latencies for span in receiver.spans)
+
+
+@pytest.mark.parametrize("has_own_channels", [False, True], ids=["one_channel", "own_channels"])
+def test_a_call_waits_while_the_loop_is_blocked(has_own_channels: bool, tmp_path: Path) -> None:
+    with (
+        OtlpReceiver() as receiver,
+        serve(receiver, tmp_path / "log", "aio") as (server, served),
+        ExitStack() as opened,
+    ):
+        options = (("grpc.use_local_subchannel_pool", 1),)
+        channels = [
+            opened.enter_context(grpc.insecure_channel(f"127.0.0.1:{server.port}", options))
+            if has_own_channels
+            else served.channel
+            for _ in range(CLIENTS)
+        ]
+        with ThreadPoolExecutor(CLIENTS) as pool:
+            found = list(pool.map(call_blocked, channels, [CALLS] * CLIENTS))
+        latencies = {trace_id: latency for some in found for trace_id, latency in some.items()}
+        spans_of(receiver, list(latencies)[-1])
+        assert receiver.wait_for(lambda it: count_servers(it, latencies) == len(latencies), 15)
+        spans = [span for span in receiver.spans if span["trace_id"] in latencies]
+    durations = [(span["end"] - span["start"]) / 1e9 for span in spans if span["kind"] == 2]
+    assert median(latencies.values()) > CLIENTS * BLOCKED_S * 0.8
+    assert median(durations) == pytest.approx(median(latencies.values()), rel=0.2)
+    waits = [span for span in spans if span["name"] == semconv.SPAN_ACCEPT]
+    assert len(waits) > CLIENTS * CALLS * 0.8
+    assert not [span for span in waits if span["end"] - span["start"] > max(latencies.values()) * 1.2e9]
+
+
+def test_a_call_of_an_idle_server_has_not_waited(tmp_path: Path) -> None:
+    with OtlpReceiver() as receiver, serve(receiver, tmp_path / "log", "aio") as (_, served):
+        latencies = call_blocked(served.channel, 10)
+        assert receiver.wait_for(lambda it: count_servers(it, latencies) == len(latencies), 15)
+        assert semconv.SPAN_ACCEPT not in {span["name"] for span in receiver.spans}

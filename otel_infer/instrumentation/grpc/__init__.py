@@ -1,10 +1,10 @@
 """Records remote procedure calls of grpcio's servers, threaded and asyncio: unary and streams.
 
-    grpc.server, grpc.aio.server ─▶ an interceptor ─▶ the method's handler, wrapped ─▶ its response, or each message
+    a server is made ─▶ an interceptor ─▶ the method's handler, wrapped ─▶ its response, or each message
 
-A call arrives when the server looks up its method. On a threaded server it then waits for a thread of the pool. It ends when its response
-is serialized, or its last message was taken, or when the server has left it. Calls of gRPC's own services (health,
-reflection) have no span. Where another instrumentation starts the SERVER span, the interceptor is placed below it.
+A call arrives when the server looks up its method; an asyncio server may take it late out of gRPC's core (`accept_wait`).
+On a threaded server it then waits for a thread of the pool. It ends when its response is serialized, or its last message was
+taken, or when the server has left it. Calls of gRPC's own services (health, reflection) have no span. Where another instrumentation starts the SERVER span, the interceptor is placed below it.
 """
 
 from __future__ import annotations
@@ -12,10 +12,13 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import otel_infer.tracing  # noqa: F401  (loads OpenTelemetry's API, see `config.propagators`)
 from otel_infer import _clock
+from otel_infer.instrumentation.grpc.accept_wait import UNKNOWN_CALL, AcceptedCall, watch_server
+from otel_infer.instrumentation.grpc.channelz import list_servers
 from otel_infer.instrumentation.grpc.exchange import RpcExchange, Server
 from otel_infer.instrumentation.grpc.handlers import find_function, wrap_handler
 from otel_infer.instrumentation.hooks.instrumentor import Instrumentor
@@ -44,12 +47,14 @@ class RpcInterceptor:
             raise
         return self.follow_call(handler, handler_call_details, arrived_at)
 
-    def follow_call(self, handler: Any, details: Any, arrived_at: int) -> Any:
-        """Returns the handler that runs as the request, which began at `arrived_at` (monotonic ns)."""
+    def follow_call(
+        self, handler: Any, details: Any, arrived_at: int, accepted: AcceptedCall = UNKNOWN_CALL
+    ) -> Any:
+        """Returns the handler that runs as the request, which was accepted at `arrived_at` (monotonic ns)."""
         try:
             if not can_record(self.hook) or _is_non_blocking(handler):
                 return handler
-            exchange = RpcExchange(details, self.server, handler is not None, arrived_at)
+            exchange = RpcExchange(details, self.server, handler is not None, arrived_at, accepted)
         except BaseException as exc:
             self.hook.count_failure(exc)
             return handler
@@ -84,12 +89,26 @@ class AsyncRpcInterceptor(RpcInterceptor):
     async def intercept_service(self, continuation: Callable[[Any], Any], handler_call_details: Any) -> Any:
         """Returns the handler of the method, which runs as a request; as gRPC's interceptors do."""
         arrived_at = _clock.now()
+        accepted = self.note_accepted(arrived_at)
         try:
             handler = await continuation(handler_call_details)
         except BaseException as exc:
             self.follow_failure(exc, handler_call_details, arrived_at)
             raise
-        return self.follow_call(handler, handler_call_details, arrived_at)
+        return self.follow_call(handler, handler_call_details, arrived_at, accepted)
+
+    def note_accepted(self, now: int) -> AcceptedCall:
+        """Returns the call that the server accepts `now` (monotonic ns). It ends with its task at the latest."""
+        waits, task = self.server.waits, asyncio.current_task()
+        if waits is None or task is None:
+            return UNKNOWN_CALL
+        try:
+            accepted = waits.note_accepted(now)
+            task.add_done_callback(partial(waits.note_end, accepted.number))
+        except BaseException as exc:
+            self.hook.count_failure(exc)
+            return UNKNOWN_CALL
+        return accepted
 
     def watch_end(self, exchange: RpcExchange) -> None:
         """Ends the exchange with its call, which is one task."""
@@ -124,38 +143,38 @@ def _count_threads(pool: Any) -> int:
     return size if isinstance(size, int) else 0
 
 
-@instrumentor.patch_hot_path("grpc:server", reads=("thread_pool", "interceptors"))
+# ── where servers are made: below `grpc.server`, which other instrumentations replace ────────────────────────────────
+
+
+@instrumentor.patch_hot_path("grpc._server:create_server", reads=("thread_pool", "interceptors"))
 def _patch_server(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
-    def server(
-        thread_pool: Any, handlers: Any = None, interceptors: Any = None, *args: Any, **kwargs: Any
+    def create_server(
+        thread_pool: Any, generic_rpc_handlers: Any, interceptors: Any, *args: Any, **kwargs: Any
     ) -> Any:
         if hook.alive:
             others = tuple(interceptors or ())
             own = RpcInterceptor(hook, others, _count_threads(thread_pool))
             interceptors = _add_interceptor(own, others)
-        return original(thread_pool, handlers, interceptors, *args, **kwargs)
+        return original(thread_pool, generic_rpc_handlers, interceptors, *args, **kwargs)
 
-    return server
-
-
-def _patch_async_server(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
-    def server(
-        migration_thread_pool: Any = None,
-        handlers: Any = None,
-        interceptors: Any = None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        if hook.alive:
-            sys.modules["grpc.aio"].ServerInterceptor.register(AsyncRpcInterceptor)
-            others = tuple(interceptors or ())
-            own = AsyncRpcInterceptor(hook, others, _count_threads(migration_thread_pool))
-            interceptors = _add_interceptor(own, others)
-        return original(migration_thread_pool, handlers, interceptors, *args, **kwargs)
-
-    return server
+    return create_server
 
 
-instrumentor.patch_hot_path("grpc.aio:server", reads=("migration_thread_pool", "interceptors"), part="aio")(
-    _patch_async_server
+@instrumentor.patch_hot_path(
+    "grpc.aio._server:Server.__init__", reads=("thread_pool", "interceptors"), part="aio"
 )
+def _patch_async_server(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+    def init(
+        self: Any, thread_pool: Any, generic_handlers: Any, interceptors: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        if not hook.alive:
+            original(self, thread_pool, generic_handlers, interceptors, *args, **kwargs)
+            return
+        sys.modules["grpc.aio"].ServerInterceptor.register(AsyncRpcInterceptor)
+        others = tuple(interceptors or ())
+        own = AsyncRpcInterceptor(hook, others, _count_threads(thread_pool))
+        interceptors, earlier = _add_interceptor(own, others), list_servers()
+        original(self, thread_pool, generic_handlers, interceptors, *args, **kwargs)
+        own.server.waits = watch_server(earlier)
+
+    return init

@@ -7,6 +7,7 @@ import sys
 from typing import Any
 
 from otel_infer import _clock
+from otel_infer.instrumentation.grpc.accept_wait import UNKNOWN_CALL, AcceptedCall, AcceptWaits
 from otel_infer.instrumentation.hooks.probe import Hook
 from otel_infer.instrumentation.http_server.event_loop_lag import watch_event_loop
 from otel_infer.instrumentation.http_server.server_exchange import ServerExchange, encode_headers
@@ -33,14 +34,16 @@ _ABORT_MODULE, _ABORT_NAME = "grpc._cython.cygrpc", "AbortError"
 class Server:
     """How a server records its calls. `pool_size`: threads of its pool, 0 = unknown.
 
-    `has_other_span`: an interceptor of another instrumentation starts the SERVER span.
+    `has_other_span`: an interceptor of another instrumentation starts the SERVER span. `waits`: None if it is unknown how
+    long calls wait to be accepted.
     """
 
-    __slots__ = ("has_other_span", "hook", "is_asyncio", "pool_size")
+    __slots__ = ("has_other_span", "hook", "is_asyncio", "pool_size", "waits")
 
     def __init__(self, hook: Hook, pool_size: int, has_other_span: bool, is_asyncio: bool) -> None:
         self.hook, self.pool_size = hook, pool_size
         self.has_other_span, self.is_asyncio = has_other_span, is_asyncio
+        self.waits: AcceptWaits | None = None
 
 
 class RpcExchange(ServerExchange):
@@ -49,18 +52,26 @@ class RpcExchange(ServerExchange):
     `method`: `package.Service/Method`; `_OTHER` if the server has none of this name, because clients may send any.
     `is_accepted`: the server has looked at the handler, so it did not refuse the call. `is_running`: a function of the
     user runs in a thread, which the end of the call does not stop; `is_over`: the call has ended meanwhile.
+    `accepted`: how it was accepted, on an asyncio server.
     `has_failed`: a threaded server has sent INTERNAL because of a message; `failure`: the exception, if there was one.
     """
 
     __slots__ = (
-        "_around", "_ends", "context", "failure", "has_failed", "is_accepted", "is_known", "is_over", "is_running", "metadata",
-        "method", "server",
+        "_around", "_ends", "accepted", "context", "failure", "has_failed", "is_accepted", "is_known", "is_over", "is_running",
+        "metadata", "method", "server",
     )  # fmt: skip
 
     owner = "grpc"
 
-    def __init__(self, details: Any, server: Server, is_known: bool, arrived_at: int) -> None:
-        self.is_known, self.server = is_known, server
+    def __init__(
+        self,
+        details: Any,
+        server: Server,
+        is_known: bool,
+        arrived_at: int,
+        accepted: AcceptedCall = UNKNOWN_CALL,
+    ) -> None:
+        self.is_known, self.server, self.accepted = is_known, server, accepted
         self.method = str(details.method).lstrip("/") if is_known else events.OTHER
         self.metadata = details.invocation_metadata or ()
         self.context: Any = None
@@ -73,6 +84,13 @@ class RpcExchange(ServerExchange):
 
     def _is_of_own_service(self) -> bool:
         return self.method.startswith(_OWN_SERVICES)
+
+    def open_request(self) -> request_span.RequestSpan | None:
+        request = super().open_request()
+        if request is not None and self.accepted.waited_since:
+            waited_since = self.accepted.waited_since
+            request.record_event(events.StageEnded(self.arrived_at, waited_since, events.ACCEPT, 0))
+        return request
 
     def name_span(self) -> str:
         return self.method if self.is_known else self.owner
@@ -144,6 +162,8 @@ class RpcExchange(ServerExchange):
             self._ends.pop()
         except IndexError:
             return
+        if self.server.waits is not None:
+            self.server.waits.note_end(self.accepted.number)
         super().end(exc)
 
     def fail_message(self, exc: BaseException | None) -> None:

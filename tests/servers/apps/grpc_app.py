@@ -171,6 +171,12 @@ async def wait_async(request: bytes, context: Any) -> bytes:
     return b"-"
 
 
+async def block_async(request: bytes, context: Any) -> bytes:
+    time.sleep(float(request))
+    score(1)
+    return b"-"
+
+
 async def span_steps_async(request: bytes, context: Any) -> AsyncIterator[bytes]:
     for message in span_steps(request, context):
         yield message
@@ -191,6 +197,7 @@ def make_handlers(suffix: str) -> grpc.GenericRpcHandler:
         "GiveUp": unary(here[f"give_up{suffix}"]),
         "SetCode": unary(here[f"set_code{suffix}"]),
         "Wait": unary(here[f"wait{suffix}"]),
+        "Block": unary(block_async),
         "Nothing": unary(here[f"answer_nothing{suffix}"], None, bytes),
         "Checked": unary(here[f"classify{suffix}"], break_message),
         "Unsendable": unary(here[f"classify{suffix}"], None, lambda message: break_message(b"broken")),
