@@ -136,7 +136,7 @@ bench-whole-vllm: $(VENV)-vllm/.bench  ## the same for vLLM on the CPU, two load
 bench-whole-servers: $(VENV)-servers/.bench  ## the same for Flask under gunicorn, grpc.aio and LitServe
 	$(VENV)-servers/bin/python -m benchmarks --only whole $(ARGS)
 
-bench-servers: $(VENV)-servers/.dev  ## client against trace on twelve servers, and a Flask and a gRPC request beside OpenTelemetry's instrumentations
+bench-servers: $(VENV)-servers/.dev  ## client against trace on servers of all kinds, and a Flask and a gRPC request beside OpenTelemetry's instrumentations
 	$(VENV)-servers/bin/python -m benchmarks --only entrances server_truth $(ARGS)
 
 wheel: $(VENV)/.dev  ## dist/otel_infer-*.whl

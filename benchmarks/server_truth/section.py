@@ -24,7 +24,7 @@ from otel_infer.cli.replay import read_records
 from tests.servers.leftovers import MARKER, kill_leftovers, wait_for_sidecars
 from tests.servers.ray_check import UNSHARE
 
-REQUESTS = 320
+REQUESTS = 1600
 DELAYED_REQUESTS = 20
 DELAY_MS, TOLERANCE_MS = 50.0, 5.0
 READY_S = 60.0

@@ -40,19 +40,28 @@ class RpcInterceptor:
     def intercept_service(self, continuation: Callable[[Any], Any], handler_call_details: Any) -> Any:
         """Returns the handler of the method, which runs as a request; as gRPC's interceptors do."""
         arrived_at = _clock.now()
+        accepted = self.note_accepted(arrived_at)
         try:
             handler = continuation(handler_call_details)
         except BaseException as exc:
-            self.follow_failure(exc, handler_call_details, arrived_at)
+            self.follow_failure(exc, handler_call_details, arrived_at, accepted)
             raise
-        return self.follow_call(handler, handler_call_details, arrived_at)
+        return self.follow_call(handler, handler_call_details, arrived_at, accepted)
 
-    def follow_call(
-        self, handler: Any, details: Any, arrived_at: int, accepted: AcceptedCall = UNKNOWN_CALL
-    ) -> Any:
+    def note_accepted(self, now: int) -> AcceptedCall:
+        """Returns the call that the server accepts `now` (monotonic ns)."""
+        try:
+            waits = self.server.waits
+            return UNKNOWN_CALL if waits is None else waits.note_accepted(now)
+        except BaseException as exc:
+            self.hook.count_failure(exc)
+            return UNKNOWN_CALL
+
+    def follow_call(self, handler: Any, details: Any, arrived_at: int, accepted: AcceptedCall) -> Any:
         """Returns the handler that runs as the request, which was accepted at `arrived_at` (monotonic ns)."""
         try:
             if not can_record(self.hook) or _is_non_blocking(handler):
+                self.server.note_end(accepted)
                 return handler
             exchange = RpcExchange(details, self.server, handler is not None, arrived_at, accepted)
         except BaseException as exc:
@@ -69,11 +78,15 @@ class RpcInterceptor:
             self.hook.count_failure(exc)
             return handler
 
-    def follow_failure(self, exc: BaseException, details: Any, arrived_at: int) -> None:
+    def follow_failure(
+        self, exc: BaseException, details: Any, arrived_at: int, accepted: AcceptedCall
+    ) -> None:
         """Records a call of which another interceptor, or the lookup of the method, has raised `exc`."""
         try:
             if can_record(self.hook):
-                RpcExchange(details, self.server, False, arrived_at).end(exc)
+                RpcExchange(details, self.server, False, arrived_at, accepted).end(exc)
+            else:
+                self.server.note_end(accepted)
         except BaseException as own_exc:
             self.hook.count_failure(own_exc)
 
@@ -93,21 +106,15 @@ class AsyncRpcInterceptor(RpcInterceptor):
         try:
             handler = await continuation(handler_call_details)
         except BaseException as exc:
-            self.follow_failure(exc, handler_call_details, arrived_at)
+            self.follow_failure(exc, handler_call_details, arrived_at, accepted)
             raise
         return self.follow_call(handler, handler_call_details, arrived_at, accepted)
 
     def note_accepted(self, now: int) -> AcceptedCall:
         """Returns the call that the server accepts `now` (monotonic ns). It ends with its task at the latest."""
-        waits, task = self.server.waits, asyncio.current_task()
-        if waits is None or task is None:
-            return UNKNOWN_CALL
-        try:
-            accepted = waits.note_accepted(now)
-            task.add_done_callback(partial(waits.note_end, accepted.number))
-        except BaseException as exc:
-            self.hook.count_failure(exc)
-            return UNKNOWN_CALL
+        accepted, task = super().note_accepted(now), asyncio.current_task()
+        if accepted.number and task is not None:
+            task.add_done_callback(partial(self.server.note_end, accepted))
         return accepted
 
     def watch_end(self, exchange: RpcExchange) -> None:
@@ -154,7 +161,10 @@ def _patch_server(original: Callable[..., Any], hook: Hook) -> Callable[..., Any
         if hook.alive:
             others = tuple(interceptors or ())
             own = RpcInterceptor(hook, others, _count_threads(thread_pool))
-            interceptors = _add_interceptor(own, others)
+            interceptors, earlier = _add_interceptor(own, others), list_servers()
+            server = original(thread_pool, generic_rpc_handlers, interceptors, *args, **kwargs)
+            own.server.waits = watch_server(earlier, sees_ends=False)
+            return server
         return original(thread_pool, generic_rpc_handlers, interceptors, *args, **kwargs)
 
     return create_server
@@ -175,6 +185,6 @@ def _patch_async_server(original: Callable[..., Any], hook: Hook) -> Callable[..
         own = AsyncRpcInterceptor(hook, others, _count_threads(thread_pool))
         interceptors, earlier = _add_interceptor(own, others), list_servers()
         original(self, thread_pool, generic_handlers, interceptors, *args, **kwargs)
-        own.server.waits = watch_server(earlier)
+        own.server.waits = watch_server(earlier, sees_ends=True)
 
     return init

@@ -2,8 +2,9 @@
 
     headers arrive in the core ── the server is busy with other calls, or its event loop is blocked ──▶ it accepts the call
 
-The core queues calls in their order, and counts them (`channelz`). So the call that the server accepts now is number
-`over + in flight` of all calls that arrived. A sample contains how many had arrived, and when the last one did. The
+The core queues calls in their order, and counts them (`channelz`). So the call that an asyncio server accepts now is number
+`over + in flight` of all calls that arrived. A threaded server sees the ends of its calls late. There it is the number of
+accepted calls, and the fewest that ever waited beside them are no waiting calls. A sample contains how many had arrived, and when the last one did. The
 arrival of a call lies between two samples. It is interpolated, and exact to 1 ms for the last call of a sample.
 
 A query of the counts is slow, so a server that is idle makes none, and a busy one spends 2 % of a core on them. A server whose
@@ -15,7 +16,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from otel_infer import _clock
 from otel_infer.instrumentation.grpc.channelz import CallCounts, list_servers, read_counts
@@ -30,6 +31,7 @@ COST_FACTOR = 50
 """A query is followed by none for so many times its own CPU time."""
 MAX_INTERVAL_NS = 250_000_000
 MAX_SAMPLES = 1000
+MAX_EXCESSES = 64
 PATIENCE = 4
 """After so many queries in a row that found no wait, the interval doubles with each."""
 CALIBRATIONS = 3
@@ -76,7 +78,10 @@ core_clock = CoreClock()
 
 
 class AcceptWaits:
-    """The calls of one server. Its event loop is the only thread that uses it.
+    """The calls of one server. Calls are accepted by one thread.
+
+    `excesses`: of a server that sees the ends of its calls late, else None: how many calls had arrived and were not accepted, at
+    the last queries.
 
     `accepted`: their number. `in_flight`: the numbers of those that have not ended. `event_at`: when the last one was accepted
     or ended. `offset`: number of a call among all that arrived, less its number among those accepted. `pace_ns`: time between two
@@ -85,12 +90,13 @@ class AcceptWaits:
     """
 
     __slots__ = (
-        "accepted", "accepted_at", "calibrations", "clock", "event_at", "gap_ns", "in_flight", "made_at",
+        "accepted", "accepted_at", "calibrations", "clock", "event_at", "excesses", "gap_ns", "in_flight", "made_at",
         "next_query_at", "offset", "pace_ns", "paces", "quiet_queries", "sampled", "sampled_at", "samples", "server_id",
     )  # fmt: skip
 
-    def __init__(self, server_id: int, clock: CoreClock = core_clock) -> None:
+    def __init__(self, server_id: int, clock: CoreClock = core_clock, *, sees_ends: bool = True) -> None:
         self.server_id, self.clock = server_id, clock
+        self.excesses: deque[int] | None = None if sees_ends else deque(maxlen=MAX_EXCESSES)
         self.accepted = self.event_at = self.offset = self.calibrations = 0
         self.in_flight: set[int] = set()
         self.next_query_at = self.quiet_queries = self.gap_ns = self.pace_ns = self.accepted_at = 0
@@ -99,7 +105,7 @@ class AcceptWaits:
         self.paces: deque[int] = deque(maxlen=16)
         self.samples: deque[Sample] = deque(maxlen=MAX_SAMPLES)
 
-    def note_end(self, number: int, _task: Any = None) -> None:
+    def note_end(self, number: int) -> None:
         """Notes that an accepted call has ended; it may be noted again. The core knows the end of a response at once."""
         self.in_flight.discard(number)
         self.event_at = _clock.now()
@@ -147,7 +153,7 @@ class AcceptWaits:
         if counts is None:
             self.next_query_at = sys.maxsize
             return
-        number = min(counts.over + len(self.in_flight), counts.started)
+        number = self._find_number(counts)
         self.offset = number - self.accepted
         self._add_sample(self._make_sample(counts, number, now, wall_now))
         is_queued = self.samples[-1].is_queued or now - self._find_arrival(number, now) >= MIN_WAIT_NS
@@ -155,6 +161,13 @@ class AcceptWaits:
         factor = COST_FACTOR << min(max(self.quiet_queries - PATIENCE, 0), 10)
         interval = min(factor * cost, MAX_INTERVAL_NS)
         self.next_query_at = max(self.next_query_at, now - interval) + interval
+
+    def _find_number(self, counts: CallCounts) -> int:
+        """Returns the number of the last accepted call among all that arrived."""
+        if self.excesses is None:
+            return min(counts.over + len(self.in_flight), counts.started)
+        self.excesses.append(max(counts.started - self.accepted, 0))
+        return self.accepted + min(self.excesses)
 
     def _make_sample(self, counts: CallCounts, number: int, now: int, wall_now: int) -> Sample:
         """Returns the sample of a query, which was made at the accept of the call of this number."""
@@ -192,7 +205,7 @@ class AcceptWaits:
         return after.last_at - int(spread * share)
 
 
-def watch_server(earlier: list[int]) -> AcceptWaits | None:
+def watch_server(earlier: list[int], *, sees_ends: bool) -> AcceptWaits | None:
     """Returns what follows the server that was made now; None where channelz is off. `earlier`: the ids before."""
     made = [server for server in list_servers(max(earlier, default=0) + 1) if server not in earlier]
-    return AcceptWaits(made[0]) if len(made) == 1 else None
+    return AcceptWaits(made[0], sees_ends=sees_ends) if len(made) == 1 else None

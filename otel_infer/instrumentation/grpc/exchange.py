@@ -45,6 +45,11 @@ class Server:
         self.has_other_span, self.is_asyncio = has_other_span, is_asyncio
         self.waits: AcceptWaits | None = None
 
+    def note_end(self, accepted: AcceptedCall, _task: Any = None) -> None:
+        """Notes that an accepted call has ended; it may be noted again."""
+        if self.waits is not None and accepted.number:
+            self.waits.note_end(accepted.number)
+
 
 class RpcExchange(ServerExchange):
     """One remote procedure call. `context`: gRPC's, once its handler runs.
@@ -162,8 +167,7 @@ class RpcExchange(ServerExchange):
             self._ends.pop()
         except IndexError:
             return
-        if self.server.waits is not None:
-            self.server.waits.note_end(self.accepted.number)
+        self.server.note_end(self.accepted)
         super().end(exc)
 
     def fail_message(self, exc: BaseException | None) -> None:

@@ -138,6 +138,30 @@ def test_a_client_that_waits_for_each_response_costs_four_queries_per_second(cor
     assert core.queries - before <= (core.now - began) / accept_wait.MAX_INTERVAL_NS + 1
 
 
+def test_a_threaded_server_that_sees_ends_late_knows_its_waits(core: Core) -> None:
+    """Its thread is late by 12 ms at each tenth call, and accepts the calls that came meanwhile then. Four calls are in flight."""
+    waits = AcceptWaits(7, CoreClock(), sees_ends=False)
+    waited, in_flight = [], deque[int]()
+    for number in range(600):
+        if number % 10 == 9:
+            for late in range(3):
+                core.arrive(core.now + late * 4 * MS)
+            core.now += 12 * MS
+        else:
+            core.arrive(core.now)
+        while core.queue:
+            accepted, true, found = core.accept(waits)
+            waited.append((true, found))
+            core.now += MS // 2
+            in_flight.append(accepted)
+            if len(in_flight) > 4:
+                waits.note_end(in_flight.popleft())
+        core.now += 7 * MS
+    assert max(found - true for true, found in waited) <= 4 * MS
+    late = [(true, found) for true, found in waited if true > 10 * MS]
+    assert sum(found for _, found in late) > 0.3 * sum(true for true, _ in late)
+
+
 def test_calls_that_were_reset_while_they_waited_are_no_wait_of_others(core: Core) -> None:
     """Three calls arrive at once, every 21 ms. Their arrivals are interpolated between two samples."""
     waits = make_waits()
@@ -191,8 +215,8 @@ def test_an_unknown_form_is_queried_once(core: Core, answer: bytes) -> None:
 
 
 def test_a_server_is_the_only_new_one(core: Core, monkeypatch: pytest.MonkeyPatch) -> None:
-    waits = watch_server([3, 5])
+    waits = watch_server([3, 5], sees_ends=True)
     assert waits is not None and waits.server_id == 7
-    assert watch_server([7]) is None
+    assert watch_server([7], sees_ends=True) is None
     monkeypatch.setitem(channelz.sys.modules, "grpc._cython.cygrpc", None)
-    assert channelz.list_servers() == [] and watch_server([]) is None
+    assert channelz.list_servers() == [] and watch_server([], sees_ends=True) is None
