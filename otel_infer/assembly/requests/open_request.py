@@ -244,17 +244,9 @@ class OpenRequest:
 
     # ── from events of the request ──────────────────────────────────────────────────────────────────────────
 
-    def _set_http_attributes(self, event: ring_events.HttpDescribed) -> None:
-        for key, value in zip(_HTTP_KEYS, event[1:]):
-            if value:
-                self.attributes[key] = value
-
     def _add_timed_stage(self, event: ring_events.StageTimed) -> None:
         if len(self.timed_stages) < MAX_STAGES:
             self.timed_stages.append(event)
-
-    def _set_batch_size(self, event: ring_events.BatchFormed) -> None:
-        self.attributes[semconv.BATCH_REQUESTS] = event.requests
 
     def _add_cache_size(self, event: ring_events.CacheHeld) -> None:
         self.cache[1:] = [event]  # the first and the last are stored
@@ -299,6 +291,15 @@ def _first_time_setter(name: str) -> Callable[[OpenRequest, Any], None]:
     return set_first_time
 
 
+def _attributes_setter(keys: tuple[str, ...]) -> Callable[[OpenRequest, Any], None]:
+    def set_attributes(request: OpenRequest, event: Any) -> None:
+        for key, value in zip(keys, event[1:]):
+            if value:
+                request.attributes[key] = value
+
+    return set_attributes
+
+
 def _add_span_event(request: OpenRequest, event: ring_events.SpanEventAdded) -> None:
     request.events.append(UserEvent(event.at, event.name, dict(event.attributes)))
 
@@ -314,7 +315,6 @@ def _add_out_of_memory(request: OpenRequest, event: ring_events.MemoryRefused) -
     request.events.append(UserEvent(event.at, semconv.EVENT_OUT_OF_MEMORY, sizes))
 
 
-_HTTP_KEYS = semconv.HTTP_REQUEST_METHOD, semconv.URL_SCHEME, semconv.HTTP_ROUTE
 _REPORTED_TYPES: set[type] = set()
 """Types of events of which an invalid one was logged."""
 
@@ -337,12 +337,11 @@ _HANDLERS: dict[type, Callable[[OpenRequest, Any], None]] = {
     ring_events.AttributeSet: lambda request, event: request.attributes.__setitem__(event.key, event.value),
     ring_events.SpanEventAdded: _add_span_event,
     ring_events.MemoryRefused: _add_out_of_memory,
-    ring_events.SpanLinked: lambda request, event: request.links.append(
-        UserLink(event.trace_id, event.span_id, {})
-    ),
+    ring_events.SpanLinked: lambda request, event: request.links.append(UserLink(event[1], event[2], {})),
     ring_events.LinkDescribed: _describe_link,
-    ring_events.BatchFormed: OpenRequest._set_batch_size,
-    ring_events.HttpDescribed: OpenRequest._set_http_attributes,
+    ring_events.BatchFormed: _attributes_setter(ring_events.BATCH_KEYS),
+    ring_events.CallServed: _attributes_setter(ring_events.RPC_KEYS),
+    ring_events.HttpDescribed: _attributes_setter(ring_events.HTTP_KEYS),
     ring_events.SpanUnseen: lambda request, event: setattr(request, "unseen", True),
     ring_events.StepsUnrecorded: lambda request, event: request.mark_steps_lost(),
     ring_events.NameUpdated: lambda request, event: setattr(request, "span_name", event.name),

@@ -201,8 +201,7 @@ class RpcExchange(ServerExchange):
     def close_request(self, request: request_span.RequestSpan, exc: BaseException | None) -> None:
         code = self._find_code(exc)
         if request.has_server:
-            for key, value in zip(events.RPC_KEYS, (self.owner, self.method, code)):
-                request.record_attribute(key, value)
+            request.record_event(events.CallServed(_clock.now(), self.owner, self.method, code))
         outcome, error_type = events.OK, ""
         if code == "CANCELLED":
             outcome, error_type = events.ABORTED, events.CLIENT_DISCONNECT

@@ -13,6 +13,14 @@ from itertools import repeat
 from typing import Any, NamedTuple
 
 from otel_infer.ringbuffer.events.devices import MemoryRefused, MemorySeen, StageTimed, StepTimed
+from otel_infer.ringbuffer.events.exchanges import (
+    METHODS_AND_SCHEMES,
+    SINGLE_CHUNK,
+    CallServed,
+    ExchangeEnded,
+    HttpDescribed,
+    HttpServed,
+)
 from otel_infer.ringbuffer.events.plain_values import to_plain
 from otel_infer.ringbuffer.events.processes import (
     HooksReported,
@@ -27,18 +35,13 @@ from otel_infer.ringbuffer.events.processes import (
     ThreadRan,
 )
 from otel_infer.ringbuffer.events.requests import (
-    METHODS_AND_SCHEMES,
     OPERATION_KEYS,
-    SINGLE_CHUNK,
     AttributeSet,
     BatchFormed,
     BytesMoved,
     CacheHeld,
     EngineFinished,
-    ExchangeEnded,
     FirstTokenSent,
-    HttpDescribed,
-    HttpServed,
     LinkDescribed,
     NameUpdated,
     OperationNamed,
@@ -132,6 +135,7 @@ REQUEST_LAYOUTS: tuple[EventLayout, ...] = (
     _make_layout(44, ThreadRan, "q q S H I I I I"),
     _make_layout(45, ServerBound, "q S I"),
     _make_layout(46, BatchFormed, "q I"),
+    _make_layout(47, CallServed, "q S S S"),
     _make_layout(41, HttpServed, "q q H S S S S"),
 )
 LAYOUT_BY_EVENT: Mapping[type, EventLayout] = {layout.event: layout for layout in REQUEST_LAYOUTS}

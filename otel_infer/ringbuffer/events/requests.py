@@ -201,23 +201,6 @@ class RequestEnded(NamedTuple):
     detokenize_ns: int
 
 
-class ExchangeEnded(NamedTuple):
-    """End of an HTTP request with its HTTP details, in one cell. It exists in rings only; `expand` splits it.
-
-    `http`: a value of `HTTP_CODES`, plus `SINGLE_CHUNK`.
-    """
-
-    at: int
-    outcome: int
-    error_type: str
-    status_code: int
-    chunks: int
-    send_wait_ns: int
-    detokenize_ns: int
-    route: str
-    http: int
-
-
 class AttributeSet(NamedTuple):
     """Attribute that user code set on the live request span (limits already applied)."""
 
@@ -292,59 +275,15 @@ class StepsUnrecorded(NamedTuple):
     at: int
 
 
-class HttpServed(NamedTuple):
-    """HTTP request that is counted and has no span; the other fields are as in `RequestEnded` and `HttpDescribed`."""
-
-    at: int
-    started_at: int
-    status_code: int
-    error_type: str
-    method: str
-    scheme: str
-    route: str
-
-
-class HttpDescribed(NamedTuple):
-    """HTTP details from fixed vocabularies: a known method, scheme, and route template ("" = no route)."""
-
-    at: int
-    method: str
-    scheme: str
-    route: str
-
-
-UNTRACED_METHODS = ("GET", "HEAD", "OPTIONS", "DELETE", "TRACE", "CONNECT")
-"""Methods of requests that infer nothing: they are counted, and have no span."""
-METHODS = (OTHER, "POST", "PUT", "PATCH", "QUERY", *UNTRACED_METHODS)
-"""Methods that are recorded; `_OTHER` stands for any other."""
-SCHEMES = ("", "http", "https")
-METHODS_AND_SCHEMES = tuple((method, scheme) for method in METHODS for scheme in SCHEMES)
-HTTP_CODES: Mapping[tuple[str, str], int] = {
-    pair: 2 * number for number, pair in enumerate(METHODS_AND_SCHEMES, 1)
-}
-"""Method and scheme as one even number, above 0."""
-SINGLE_CHUNK = 1
-"""Flag: the response body was one chunk, whose sending started `send_wait_ns` before the end."""
-
-
+BATCH_KEYS = (semconv.BATCH_REQUESTS,)
+"""The attribute that `BatchFormed` stands for."""
 OPERATION_KEYS = semconv.OPERATION_NAME, semconv.PROVIDER_NAME, semconv.REQUEST_MODEL
 """The attributes that `OperationNamed` stands for, in the order of its fields."""
-
-ADDRESS_KEYS = semconv.SERVER_ADDRESS, semconv.SERVER_PORT
-"""Attributes of the server span of an HTTP request: where it was received."""
-RPC_KEYS = semconv.RPC_SYSTEM_NAME, semconv.RPC_METHOD, semconv.RPC_RESPONSE_STATUS_CODE
-"""Attributes of the server span of a remote procedure call."""
-MESSAGING_KEYS = (
-    semconv.MESSAGING_SYSTEM, semconv.MESSAGING_DESTINATION, semconv.MESSAGING_MESSAGE_ID,
-    semconv.MESSAGING_OPERATION_NAME, semconv.MESSAGING_OPERATION_TYPE,
-)  # fmt: skip
-PROCESS = semconv.MESSAGING_PROCESS
-"""Attributes of the consumer span of a job, and the value of the last two."""
 
 REQUEST_EVENTS = (
     RequestArrived, StageEnded, BytesMoved, CacheHeld, RequestSubmitted, RequestReceived, RequestScheduled,
     RequestPreempted, PrefixRead, TokensDrafted, TokenReached, FirstTokenSent, ResponseStarted, EngineFinished,
-    RequestEnded, ExchangeEnded, AttributeSet, OperationNamed, SpanEventAdded, SpanLinked, LinkDescribed, NameUpdated,
-    StateCarried, SpanUnseen, StepsUnrecorded, HttpServed, HttpDescribed, BatchFormed,
+    RequestEnded, AttributeSet, OperationNamed, SpanEventAdded, SpanLinked, LinkDescribed, NameUpdated,
+    StateCarried, SpanUnseen, StepsUnrecorded, BatchFormed,
 )  # fmt: skip
 """The types that this module defines."""
