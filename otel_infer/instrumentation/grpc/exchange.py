@@ -28,6 +28,8 @@ SERVER_ERRORS = (
 )  # fmt: skip
 """Codes that are an error of the server (RPC conventions 1.45)."""
 _OWN_SERVICES = "grpc."
+MAX_TRANSIT_S = 0.1
+"""Longest time from a client to the core, by which a deadline is later there."""
 _ABORT_MODULE, _ABORT_NAME = "grpc._cython.cygrpc", "AbortError"
 
 
@@ -219,14 +221,19 @@ class RpcExchange(ServerExchange):
         if is_left and self.context is None and not self.is_accepted and not self.server.has_other_span:
             return "RESOURCE_EXHAUSTED"
         if not self.has_failed and self._is_cancelled(exc):
-            remaining = self.context.time_remaining() if self.context is not None else None
-            return "CANCELLED" if remaining is None or remaining > 0 else "DEADLINE_EXCEEDED"
+            return "DEADLINE_EXCEEDED" if self._has_timed_out() else "CANCELLED"
         number = self._find_own_code()
         if number > 0:
             return STATUS_CODES[number]
         if self.has_failed:
             return "INTERNAL"
         return "OK" if exc is None or is_left else "UNKNOWN"
+
+    def _has_timed_out(self) -> bool:
+        """Returns whether a cancelled call has reached its deadline. The client's is earlier than the server's, which begins later."""
+        remaining = self.context.time_remaining() if self.context is not None else None
+        elapsed_s = (_clock.now() - self.arrived_at) / 1e9
+        return remaining is not None and remaining <= min(MAX_TRANSIT_S, elapsed_s / 5)
 
     def _find_own_code(self) -> int:
         """Returns the number of the status code that the handler set; 0 if it set none or OK."""
