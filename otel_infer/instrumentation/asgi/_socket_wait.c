@@ -4,40 +4,22 @@
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <sys/socket.h>
-#include <time.h>
 #endif
 
-#define TICK_MARGIN_NS 50000
 enum { TRANSPORT, SOCK_FD, NAMES };
 static const char *const texts[NAMES] = {"transport", "_sock_fd"};
 static PyObject *names[NAMES], *stage_name;
-static int64_t min_wait_ns, tick_ns;
+static int64_t min_wait_ns, tick_ns, first_tick;
 
 #ifdef __linux__
-/* Returns the instant of the last tick of the kernel's clock, ns, monotonic. */
-static int64_t read_last_tick(void)
-{
-    struct timespec tick;
-    clock_gettime(CLOCK_MONOTONIC_COARSE, &tick);
-    return tick.tv_sec * 1000000000LL + tick.tv_nsec;
-}
-
-/* Reads how many ms ago the last bytes arrived, counted in whole ticks, and the tick they are counted from. Returns 0, or -1 = unknown.
-   A tick is counted some µs before the clock shows it. */
-static int read_last_receipt(int descriptor, int64_t *received_ms, int64_t *last_tick)
+/* Returns how many ms ago the last bytes arrived, counted in ticks; -1 = unknown. */
+static int64_t read_last_receipt(int descriptor)
 {
     struct tcp_info known;
-    for (int attempt = 0; attempt < 3; attempt++) {  /* a tick may pass meanwhile */
-        socklen_t length = sizeof known;
-        *last_tick = read_last_tick();
-        if (getsockopt(descriptor, IPPROTO_TCP, TCP_INFO, &known, &length)) return -1;
-        if (length < offsetof(struct tcp_info, tcpi_last_data_recv) + sizeof known.tcpi_last_data_recv) return -1;
-        *received_ms = known.tcpi_last_data_recv;
-        if (read_last_tick() != *last_tick) continue;
-        if (read_clock() - *last_tick > tick_ns - TICK_MARGIN_NS) *last_tick += tick_ns;
-        return 0;
-    }
-    return -1;
+    socklen_t length = sizeof known;
+    if (getsockopt(descriptor, IPPROTO_TCP, TCP_INFO, &known, &length)) return -1;
+    if (length < offsetof(struct tcp_info, tcpi_last_data_recv) + sizeof known.tcpi_last_data_recv) return -1;
+    return known.tcpi_last_data_recv;
 }
 #endif
 
@@ -45,8 +27,9 @@ static int read_last_receipt(int descriptor, int64_t *received_ms, int64_t *last
 static int64_t estimate_wait(int descriptor, int64_t called_at)
 {
 #ifdef __linux__
-    int64_t received_ms, last_tick;
-    if (!tick_ns || read_last_receipt(descriptor, &received_ms, &last_tick)) return 0;
+    int64_t received_ms = tick_ns ? read_last_receipt(descriptor) : -1;
+    if (received_ms <= 0) return 0;
+    int64_t now = read_clock(), last_tick = first_tick ? now - (now - first_tick) % tick_ns : now;
     int64_t ticks = (received_ms * 1000000 + tick_ns / 2) / tick_ns;
     int64_t shortest = called_at - (last_tick - (ticks - 1) * tick_ns);
     return ticks && shortest >= min_wait_ns ? shortest + tick_ns / 2 : 0;
@@ -92,18 +75,19 @@ static PyObject *estimate_of_descriptor(PyObject *module, PyObject *arguments)
     return descriptor < 0 ? NULL : PyLong_FromLongLong(estimate_wait(descriptor, called_at));
 }
 
-/* configure_socket_wait(stage name, shortest wait, tick of the kernel; both in ns) */
+/* configure_socket_wait(stage name, shortest wait, tick of the kernel, instant of any tick or 0; all in ns) */
 static PyObject *configure(PyObject *module, PyObject *arguments)
 {
     PyObject *name;
-    long long shortest, tick;
+    long long shortest, tick, first;
     (void)module;
-    if (!PyArg_ParseTuple(arguments, "ULL", &name, &shortest, &tick)) return NULL;
+    if (!PyArg_ParseTuple(arguments, "ULLL", &name, &shortest, &tick, &first)) return NULL;
     PyObject *old = stage_name;
     stage_name = take(name);
     Py_XDECREF(old);
     min_wait_ns = shortest;
     tick_ns = tick;
+    first_tick = first;
     Py_RETURN_NONE;
 }
 
@@ -111,7 +95,7 @@ static PyMethodDef functions[] = {
     {"estimate_socket_wait", estimate_of_descriptor, METH_VARARGS,
      "estimate_socket_wait(descriptor, called_at): how long the last bytes of this socket had waited then, ns; 0 = not long, or unknown."},
     {"configure_socket_wait", configure, METH_VARARGS,
-     "configure_socket_wait(stage, min_ns, tick_ns): the stage, the shortest wait that is recorded, the tick of the kernel's clock."},
+     "configure_socket_wait(stage, min_ns, tick_ns, first_tick): the stage, the shortest wait that is recorded, and the ticks."},
     {NULL, NULL, 0, NULL}};
 
 int add_socket_functions(PyObject *module)
