@@ -121,7 +121,8 @@ def take_for_worker(
 ) -> None:
     """Makes the request what the worker works for, perhaps with others in a batch.
 
-    `put_at`: of an item that has waited only if the worker calls a model for it (monotonic ns); 0 for others. A task that does nothing but take an item, such as that of `asyncio.wait_for`, takes it for the task that has begun it.
+    `put_at`: of an item that has waited only if the worker calls a model for it (monotonic ns); 0 for others. A task that
+    does nothing but take an item, such as that of `asyncio.wait_for`, takes it for the task that has begun it.
     """
     key = find_worker()
     if work is None or (work.worker.key != key and not is_getter(key)):

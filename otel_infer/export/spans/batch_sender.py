@@ -89,11 +89,13 @@ class BatchSender(threading.Thread):
             return self._condition.wait_for(lambda: not self._queue and not self._busy, timeout)
 
     def close(self, timeout: float) -> float:
-        """Flushes for at most `timeout` s, then counts the remaining batches as lost. Returns the time that is left, s."""
+        """Flushes for at most `timeout` s, then counts the remaining batches as lost.
+
+        Returns the time that is left, s; 0 if the destination refuses connections.
+        """
         until = time.monotonic() + timeout
         while not (done := self.flush(min(max(until - time.monotonic(), 0.0), ABSENT_S))):
-            until = 0.0 if self._transport.is_absent else until
-            if time.monotonic() >= until:
+            if self._transport.is_absent or time.monotonic() >= until:
                 break
         with self._condition:
             if not done:
@@ -110,7 +112,7 @@ class BatchSender(threading.Thread):
                 self._count_lost(semconv.LOSS_REFUSED, self._current, is_unconfirmed=True)
                 self._current = None
         self._transport.shutdown()
-        return max(until - time.monotonic(), 0.0)
+        return 0.0 if self._transport.is_absent else max(until - time.monotonic(), 0.0)
 
     def _send_batch(self, batch: SpanBatch) -> transport.SendResult:
         try:

@@ -2,9 +2,10 @@
 
     a server is made ─▶ an interceptor ─▶ the method's handler, wrapped ─▶ its response, or each message
 
-A call arrives when the server looks up its method; an asyncio server may take it late out of gRPC's core (`accept_wait`).
-On a threaded server it then waits for a thread of the pool. It ends when its response is serialized, or its last message was
-taken, or when the server has left it. Calls of gRPC's own services (health, reflection) have no span. Where another instrumentation starts the SERVER span, the interceptor is placed below it.
+A call arrives in gRPC's core, where it may wait (`accept_wait`). The server accepts it when it looks up its method. On a threaded
+server it then waits for a thread of the pool. It ends when its response is serialized, or its last message was taken, or
+when the server has left it. Calls of gRPC's own services (health, reflection) have no span. Where another
+instrumentation starts the SERVER span, the interceptor is placed below it.
 """
 
 from __future__ import annotations

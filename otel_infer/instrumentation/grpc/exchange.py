@@ -59,7 +59,7 @@ class RpcExchange(ServerExchange):
     `method`: `package.Service/Method`; `_OTHER` if the server has none of this name, because clients may send any.
     `is_accepted`: the server has looked at the handler, so it did not refuse the call. `is_running`: a function of the
     user runs in a thread, which the end of the call does not stop; `is_over`: the call has ended meanwhile.
-    `accepted`: how it was accepted, on an asyncio server.
+    `accepted`: how the server accepted it.
     `has_failed`: a threaded server has sent INTERNAL because of a message; `failure`: the exception, if there was one.
     """
 

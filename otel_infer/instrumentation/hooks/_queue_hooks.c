@@ -4,7 +4,7 @@
  *             a request is current, and the queue is followed: the item is noted here
  *     take    the queue is not followed: the original alone is called
  *             a worker takes a single item of a request: its wait is recorded here, then `take_for_worker` is called
- *     wait    no request of a batch is waited with: the original alone is called
+ *     wait    what runs here is no worker that may add to its batch: the original alone is called
  *
  * All else is Python code's, which is called before anything is noted or recorded.
  */
