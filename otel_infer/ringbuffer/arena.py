@@ -23,15 +23,14 @@ MAX_TOTAL_BYTES = 16 << 20
 """Limit for all rings of one server together."""
 FREE_DIVISOR = 4
 """A ring takes at most this part (1/4) of the free shared memory."""
-REMAINING_DIVISOR = 14
-"""A ring takes at most this part (1/14) of the remaining bytes. This allows three rings of full size, then
-ever smaller ones. In total 33 processes fit, with one request ring and one step ring each.
+REMAINING_DIVISOR = 11
+"""A ring takes at most this part (1/11) of the remaining bytes. This allows a process with rings of full size, then
+ever smaller ones. In total 35 processes fit, with one request ring and one step ring each.
 """
-SIZE_CLASSES = 5
-MIN_RING_BYTES = RingSizes().scale_down(SIZE_CLASSES - 1).steps_bytes
-"""Size of a step ring of the smallest size class. A ring of this size may exceed its share of the remaining
-bytes.
-"""
+SIZE_CLASSES = 7
+_SMALLEST = RingSizes().scale_down(SIZE_CLASSES - 1)
+MIN_RING_BYTES = max(_SMALLEST.requests_bytes, _SMALLEST.steps_bytes)
+"""A ring up to this size, as all of the smallest size class, may exceed its share of the remaining bytes."""
 _SUFFIXES = (layout.SUFFIX_REQUESTS, layout.SUFFIX_STEPS)
 
 
@@ -180,7 +179,7 @@ def choose_sizes(arena: Arena, size_of: Callable[[RingSizes], int]) -> RingSizes
         sizes = RingSizes().scale_down(halvings)
         if arena.can_allocate(size_of(sizes)):
             return sizes
-    smallest = size_of(RingSizes().scale_down(SIZE_CLASSES - 1))
+    smallest = size_of(_SMALLEST)
     if arena.remaining_bytes() < smallest:
         raise RingLimitReached(
             f"the {MAX_TOTAL_BYTES >> 20} MiB allowed for one server's rings are used up "

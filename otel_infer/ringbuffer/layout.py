@@ -140,7 +140,7 @@ def record_struct(cells: int) -> struct.Struct:
 class RingSizes(NamedTuple):
     """Sizes of one process's rings: cells (64 B), live slots (80 B), strings (128 B), step cells (64 B)."""
 
-    cells: int = 8192
+    cells: int = 16384
     live_slots: int = 4096
     strings: int = 1024
     step_cells: int = 16384
