@@ -577,7 +577,7 @@ def test_sidecar_accepts_a_relative_folder(base: Path, monkeypatch: pytest.Monke
 
 
 def test_reduced_rings_are_a_warning_with_a_remedy(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FileArena, "can_allocate", lambda self, size: size < 300_000)
+    monkeypatch.setattr(FileArena, "can_allocate", lambda self, size: size < 400_000)
     check, refused = shared_memory.check_shared_memory(rings(base))
     assert ("warn", "") == (check.state, refused)
     assert "1/4" in check.found
