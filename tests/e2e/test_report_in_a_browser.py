@@ -56,7 +56,7 @@ def test_page_shows_verdict_and_strip_of_opened_request(
     out, key = build_report(recorded(tmp_path / "a.tape", server.simulate(load)), tmp_path)
     dom, urls = dump_page(f"{out.as_uri()}#{key}", tmp_path)
     page = Page(dom)
-    assert page.text("verdict") == "“starts, then freezes or stutters”: decode is interrupted"
+    assert page.text("verdict") == "“starts, then freezes or stutters”: the work of the model is interrupted"
     (row,) = page.all("tr", id=key)
     assert row["class"].split() == ["detail", "opened"]
     assert "move with the arrow keys" in page.text(key) and "▲ step with others' prompts" in page.text(key)

@@ -26,6 +26,7 @@ from otel_infer.analysis.diagnosis.slow_requests import (
     loop_delays_while_streaming,
     sum_cause_time,
 )
+from otel_infer.analysis.diagnosis.worker_code import WaitsForCode, find_waits_for_code
 from otel_infer.assembly.records.request import RequestRecord
 from otel_infer.semconv import causes
 
@@ -68,6 +69,8 @@ EVERYDAY_SHARE, MAIN_SHARE, EVERYDAY_MS = 0.15, 0.5, 20.0
 """Share of the median request's time from which a wait, and from which other time, concerns every request; its length."""
 EXCESS_SHARE, EXCESS_MS = 0.3, 50.0
 """Share of slow requests' time beyond ordinary ones from which they are slow at all, and its least length."""
+STALL_EXCESS_MS = 20.0
+"""Least length of stalls beyond ordinary requests. Unlike waits in a queue, they do not come with a usual load."""
 MIN_ABANDONED_SHARE = 0.2
 """Share of the engines' time from which abandoned work is the reason for waits."""
 _ORDINARY_NEIGHBOURS = 24
@@ -102,7 +105,8 @@ class TimeByComplaint(NamedTuple):
     """The time of requests: a row per request, a column per member of `KINDS`, ns. `excess`: beyond ordinary requests.
 
     `slow`: the rows of the slowest tenth of their size, at least three. `shared`: what concurrency costs, if known.
-    `serialized`: ns in which a request's code waited for another's call, a part of queueing.
+    `serialized`: ns in which a request's code waited for another's call, a part of queueing. `for_code`: ns in which it waited
+    in a queue for a worker's code, which are no queueing.
     """
 
     time: Any
@@ -110,6 +114,7 @@ class TimeByComplaint(NamedTuple):
     slow: Any
     shared: SharedTime | None
     serialized: Any
+    for_code: WaitsForCode
 
     def longest(self, kind: str) -> Any:
         """Returns the rows of the tenth of the requests that have most of this time, at least three."""
@@ -157,7 +162,8 @@ class TimeByComplaint(NamedTuple):
         """Returns whether the time of this kind alone is a complaint: of every request, or of the slow ones."""
         if self.is_everyday(kind):
             return True
-        is_large = self.excess_share(kind) >= EXCESS_SHARE and self.excess_ms(kind) >= EXCESS_MS
+        least_ms = STALL_EXCESS_MS if kind == semconv.SYMPTOM_STUTTER else EXCESS_MS
+        is_large = self.excess_share(kind) >= EXCESS_SHARE and self.excess_ms(kind) >= least_ms
         return self.has_excess and is_large
 
 
@@ -169,8 +175,10 @@ def divide_time(
     `abandoned_share`: of the engines' time, what they spent on clients that had left.
     """
     time = np.array([_divide_request(record) for record in records], float).reshape(-1, len(KINDS))
-    serialized = find_serialized_waits(records)
+    serialized, for_code = find_serialized_waits(records), find_waits_for_code(records)
     _move_time(time, semconv.SYMPTOM_PRE_ENGINE, semconv.SYMPTOM_QUEUEING, serialized)
+    _move_time(time, semconv.SYMPTOM_QUEUEING, semconv.SYMPTOM_PRE_ENGINE, for_code.before)
+    _move_time(time, semconv.SYMPTOM_QUEUEING, semconv.SYMPTOM_LATE_END, for_code.after)
     shared = estimate_shared_time(records)
     if shared is not None:
         _move_shared_time(time, records, shared, cpu)
@@ -182,7 +190,7 @@ def divide_time(
     excess = time - _find_ordinary_time(time, sizes)
     count = min(max(round(len(records) * SLOW_SHARE), 3), len(records))
     slow = np.argsort(excess.sum(axis=1), kind="stable")[-count:] if count else np.zeros(0, int)
-    return TimeByComplaint(time, excess, slow, shared, serialized)
+    return TimeByComplaint(time, excess, slow, shared, serialized, for_code)
 
 
 def _move_time(time: Any, origin: str, target: str, limit: Any) -> Any:

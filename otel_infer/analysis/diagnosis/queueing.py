@@ -75,9 +75,9 @@ class QueueAnalysis:
         Only for requests that ran afterwards. Others may have waited for requests that are still running.
         """
         ran = self._runs[:, 1] > self._runs[:, 0]
-        busy = _merge_intervals([*self._runs.tolist(), *self._others])
+        busy = merge_intervals([*self._runs.tolist(), *self._others])
         total = float(self._wait_lengths[ran].sum())
-        return 1 - float(_overlap_lengths(self._waits[ran], busy).sum()) / total if total else 0.0
+        return 1 - float(overlap_lengths(self._waits[ran], busy).sum()) / total if total else 0.0
 
     def waiting_behind_large(self) -> str | None:
         """Returns evidence that small requests wait behind large ones; None where they do not."""
@@ -88,9 +88,9 @@ class QueueAnalysis:
             return None
         if self._work[large].sum() < MIN_LARGE_WORK_SHARE * self._work.sum():
             return None
-        runs = _merge_intervals(self._runs[large].tolist())
+        runs = merge_intervals(self._runs[large].tolist())
         waits = self._wait_lengths[small]
-        beside = _overlap_lengths(self._waits[small], runs)
+        beside = overlap_lengths(self._waits[small], runs)
         total = float(waits.sum())
         least_ns = _MIN_SMALL_WAIT_SHARE * self._wait_lengths.sum()
         if not total or total < least_ns or beside.sum() / total < _EXPLAINED_WAIT_SHARE:
@@ -178,7 +178,7 @@ def running_interval(record: RequestRecord) -> tuple[int, int]:
     return min(s.started_at for s in stages), max(s.ended_at for s in stages)
 
 
-def _merge_intervals(intervals: Iterable[Sequence[int]]) -> list[tuple[int, int]]:
+def merge_intervals(intervals: Iterable[Sequence[int]]) -> list[tuple[int, int]]:
     """Returns the union of the intervals, in order and without overlaps."""
     merged: list[tuple[int, int]] = []
     for begin, end in sorted((begin, end) for begin, end in intervals if begin < end):
@@ -189,7 +189,7 @@ def _merge_intervals(intervals: Iterable[Sequence[int]]) -> list[tuple[int, int]
     return merged
 
 
-def _overlap_lengths(waits: Any, merged: list[tuple[int, int]]) -> Any:
+def overlap_lengths(waits: Any, merged: list[tuple[int, int]]) -> Any:
     """Returns how much of each of these intervals is covered by the merged ones, ns."""
     if not merged:
         return np.zeros(len(waits))

@@ -13,6 +13,7 @@ from otel_infer.analysis.diagnosis.slow_requests import (
     sum_cause_time,
 )
 from otel_infer.analysis.diagnosis.symptoms import Finding
+from otel_infer.analysis.diagnosis.worker_code import describe_waits
 from otel_infer.assembly.records.request import RequestRecord
 
 _END_CAUSES = (
@@ -28,14 +29,16 @@ def find_late_end(served: Sequence[RequestRecord], time: TimeByComplaint) -> lis
     kind = semconv.SYMPTOM_LATE_END
     if not time.is_complaint(kind):
         return []
-    slow = [served[row] for row in time.longest(kind)]
+    rows = time.longest(kind)
+    slow, waits = [served[row] for row in rows], time.for_code.after[rows]
     parts = {cause: sum(sum_cause_time(record, cause) for record in slow) for cause in _END_CAUSES}
     parts[semconv.CAUSE_EGRESS] -= sum(map(client_backpressure, slow))
     cause = max(parts, key=lambda cause: parts[cause])
-    mean_ms = time.mean_ms(kind, time.longest(kind))
+    mean_ms = time.mean_ms(kind, rows) - float(waits.mean()) / NS_PER_MS
     return [Finding(kind, cause, time.total_share(kind), [
         f"the slowest {len(slow)} of {len(served)} requests end {mean_ms:.0f} ms after {name_last_output(slow)}, without waiting for the client",
         f"{cause}: {parts[cause] / len(slow) / NS_PER_MS:.0f} ms each",
+        *describe_waits(waits),
     ])]  # fmt: skip
 
 

@@ -12,8 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
-import numpy as np
-
 from otel_infer import semconv
 from otel_infer.analysis.diagnosis.code_places import describe_code
 from otel_infer.analysis.diagnosis.cpu_use import measure_cpu_use
@@ -37,6 +35,7 @@ from otel_infer.analysis.diagnosis.prompts import (
 )
 from otel_infer.analysis.diagnosis.queueing import QueueAnalysis, describe_workers
 from otel_infer.analysis.diagnosis.response_end import find_late_end, find_slow_reader
+from otel_infer.analysis.diagnosis.serialized import describe_serialized
 from otel_infer.analysis.diagnosis.slow_model import find_slow_model
 from otel_infer.analysis.diagnosis.slow_requests import (
     MIN_REQUESTS,
@@ -62,6 +61,7 @@ from otel_infer.analysis.diagnosis.stalls import (
 )
 from otel_infer.analysis.diagnosis.symptoms import Finding
 from otel_infer.analysis.diagnosis.uncovered import locate_uncovered_time
+from otel_infer.analysis.diagnosis.worker_code import describe_waits
 from otel_infer.assembly.engine.step_table import CAPACITY
 from otel_infer.assembly.records.request import RequestRecord
 from otel_infer.ringbuffer import events
@@ -222,13 +222,14 @@ def _find_pre_engine_delay(served: list[RequestRecord], time: TimeByComplaint) -
     is_large = total >= _WAIT_SHARE * slow.reference_ns and total / count / NS_PER_MS >= _MIN_WAIT_MS
     if not is_large and not time.is_complaint(semconv.SYMPTOM_PRE_ENGINE):
         return []
-    rows = {id(record): row for row, record in enumerate(served)}
-    if sum(time.serialized[rows[id(record)]] for record in slow.records) > total / 2:
-        return [_describe_serialized(time)]
+    rows = _find_rows(served, slow.records)
+    if time.serialized[rows].sum() > total / 2:
+        return [describe_serialized(time.serialized)]
     cause = max(parts, key=lambda cause: parts[cause])
     evidence = [
         f"{total / slow.reference_ns:.0%} of {name_first_latency(slow.records)} of the slowest {count} requests is before the engine",
         f"{cause}: {parts[cause] / count / NS_PER_MS:.0f} ms each",
+        *describe_waits(time.for_code.before[rows]),
     ]
     if cause == semconv.CAUSE_SOCKET_QUEUE and not any(record.loop_pauses for record in served):
         # Workers without an event loop serve a request each: the socket is their queue.
@@ -236,6 +237,11 @@ def _find_pre_engine_delay(served: list[RequestRecord], time: TimeByComplaint) -
         if peak is not None:
             return [Finding(semconv.SYMPTOM_PEAK, cause, total / slow.lifetime_ns, [*evidence, peak])]
     return [Finding(semconv.SYMPTOM_PRE_ENGINE, cause, total / slow.lifetime_ns, evidence)]
+
+
+def _find_rows(served: list[RequestRecord], chosen: list[RequestRecord]) -> list[int]:
+    row_of = {id(record): row for row, record in enumerate(served)}
+    return [row_of[id(record)] for record in chosen]
 
 
 def _find_cold_start(served: list[RequestRecord], time: TimeByComplaint) -> list[Finding]:
@@ -260,10 +266,11 @@ def _find_queueing(
     )
     weight, mean_ms = slow.reference_share(*_QUEUE_CAUSES), slow.mean_ms(*_QUEUE_CAUSES)
     is_large = weight >= _WAIT_SHARE and mean_ms >= max(_MIN_WAIT_MS, _GAPS_PER_QUEUE * median_gap_ms(served))
-    if not is_large and not time.is_complaint(semconv.SYMPTOM_QUEUEING):
+    is_for_code = time.for_code.sum_of(_find_rows(served, slow.records)) > slow.total_ns(*_QUEUE_CAUSES) / 2
+    if (not is_large or is_for_code) and not time.is_complaint(semconv.SYMPTOM_QUEUEING):
         return []
     if time.serialized.sum() > sum(sum_cause_time(record, *_QUEUE_CAUSES) for record in served):
-        return [_describe_serialized(time)]
+        return [describe_serialized(time.serialized)]
     cause, lifetime_share = max(_QUEUE_CAUSES, key=slow.total_ns), slow.lifetime_share(*_QUEUE_CAUSES)
     queue_time = f"{weight:.0%} of {name_first_latency(slow.records)} of the slowest {len(slow.records)} requests is queue, {mean_ms:.0f} ms each"
     if cause == semconv.CAUSE_BATCH_WAIT:
@@ -283,14 +290,6 @@ def _find_queueing(
     workers, advice = describe_workers(idle, *costs) if cause == semconv.CAUSE_WORK_QUEUE else ([], "")
     evidence = [queue_time, "at any load, not only at a peak", *workers]
     return [Finding(semconv.SYMPTOM_QUEUEING, cause, lifetime_share, evidence, advice)]
-
-
-def _describe_serialized(time: TimeByComplaint) -> Finding:
-    waits = time.serialized[time.serialized > 0]
-    return Finding(semconv.SYMPTOM_QUEUEING, semconv.CAUSE_LOCK_QUEUE, 0.0, [
-        f"the code of {len(waits)} of {len(time.serialized)} requests goes on as another request's model call ends: one at a time, as with a lock",
-        f"it waits {float(np.mean(waits)) / NS_PER_MS:.0f} ms each",
-    ])  # fmt: skip
 
 
 def _find_batching_delay(served: list[RequestRecord], time: TimeByComplaint) -> list[Finding]:

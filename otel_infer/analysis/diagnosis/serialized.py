@@ -19,6 +19,7 @@ from otel_infer import semconv
 from otel_infer.analysis.attribution.preparation import ENGINE_STAGES, find_preparation
 from otel_infer.analysis.diagnosis.queueing import running_interval
 from otel_infer.analysis.diagnosis.slow_requests import NS_PER_MS, sum_cause_time
+from otel_infer.analysis.diagnosis.symptoms import Finding
 from otel_infer.assembly.records.request import RequestRecord
 
 MIN_WAIT_NS = 20 * NS_PER_MS
@@ -50,6 +51,15 @@ def find_serialized_waits(records: Sequence[RequestRecord]) -> Any:
         return np.zeros(len(records))
     limits = [sum_cause_time(record, semconv.CAUSE_APPLICATION, semconv.CAUSE_INGRESS) for record in records]
     return np.where(lengths >= MIN_WAIT_NS, np.minimum(lengths, limits), 0)
+
+
+def describe_serialized(waits: Any) -> Finding:
+    """Returns the symptom of these waits. `waits`: of each request, as `find_serialized_waits` returns them."""
+    lengths = waits[waits > 0]
+    return Finding(semconv.SYMPTOM_QUEUEING, semconv.CAUSE_LOCK_QUEUE, 0.0, [
+        f"the code of {len(lengths)} of {len(waits)} requests goes on as another request's model call ends: one at a time, as with a lock",
+        f"it waits {float(np.mean(lengths)) / NS_PER_MS:.0f} ms each",
+    ])  # fmt: skip
 
 
 def _find_longest_gap(record: RequestRecord) -> tuple[int, int]:

@@ -33,7 +33,7 @@ SYMPTOMS = {
     ),
     semconv.SYMPTOM_STUTTER: Symptom(
         semconv.COMPLAINTS[semconv.SYMPTOM_STUTTER],
-        "decode is interrupted",
+        "the work of the model is interrupted",
         "find what stops the process: other work on its cores, a lock, a slow disk",
     ),
     semconv.SYMPTOM_PEAK: Symptom(

@@ -243,7 +243,7 @@ def test_content_policy_allows_only_the_pages_script(contents: RecordingContents
 
 def test_verdict_has_evidence_and_a_first_change(page: Page, contents: RecordingContents) -> None:
     finding, *_ = diagnose_requests(contents.records).findings
-    assert page.text("verdict") == "“starts, then freezes or stutters”: decode is interrupted"
+    assert page.text("verdict") == "“starts, then freezes or stutters”: the work of the model is interrupted"
     for shown in (*finding.evidence, finding.change):
         assert " ".join(shown.split()) in page.text()
 
