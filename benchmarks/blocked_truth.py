@@ -6,7 +6,6 @@ which 40 run at a time. Percentiles of all requests are compared, because that i
 
 from __future__ import annotations
 
-import asyncio
 import json
 import tempfile
 from pathlib import Path
@@ -18,7 +17,7 @@ from benchmarks.battery import draw
 from benchmarks.battery.faults import Case
 from benchmarks.battery.load import PATHS, Load, TimedRequest
 from benchmarks.battery.servers import SERVERS
-from benchmarks.closed_loop import post_json, send_closed_loop
+from benchmarks.closed_loop import post_closed_loop
 from benchmarks.truth import Lateness, compare_percentile
 from benchmarks.verdict import Gate, Line, make_exact, make_line
 from benchmarks.whole.switched_server import find_free_port
@@ -66,9 +65,9 @@ def compare_latencies(setup: Setup, requests: int) -> list[Line]:
                     f"{setup.server} did not start: {(folder / 'server.log').read_text()[-2000:]}"
                 )
             load = draw.make_load(server, port, model, [])
-            asyncio.run(_send_closed_loop(load, 4, 2))
+            _send_closed_loop(load, 4, 2)
             with Lateness() as lateness:
-                clients = asyncio.run(_send_closed_loop(load, requests, setup.concurrency))
+                clients = _send_closed_loop(load, requests, setup.concurrency)
         finally:
             draw.stop_server(process)
         ours = {
@@ -83,11 +82,7 @@ def compare_latencies(setup: Setup, requests: int) -> list[Line]:
     return [lost, *(compare_percentile(title, pairs, percent, lateness) for percent in (50, 99))]
 
 
-async def _send_closed_loop(load: Load, requests: int, concurrency: int) -> dict[str, float]:
+def _send_closed_loop(load: Load, requests: int, concurrency: int) -> dict[str, float]:
     """Sends requests, so many at a time; returns the latency of each by its trace id, ms."""
     body = json.dumps(load.make_body(TimedRequest(0, WORDS, TOKENS))).encode()
-
-    async def exchange(trace: str) -> None:
-        await post_json(load.port, PATHS[load.kind], body, trace)
-
-    return await send_closed_loop(exchange, requests, concurrency)
+    return post_closed_loop(load.port, PATHS[load.kind], body, requests, concurrency)
