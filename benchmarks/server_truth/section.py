@@ -25,7 +25,7 @@ from tests.servers.leftovers import MARKER, kill_leftovers, wait_for_sidecars
 from tests.servers.ray_check import UNSHARE
 
 REQUESTS, PARTS, PAUSE_S = 320, 4, 2.0
-"""Of a part; parts, and the pause after each. Clients and server leave no core idle, so the sidecar reads the ring in the pauses."""
+"""Of a part; parts, and the pause after each: clients and server leave no core idle to the sidecar."""
 DELAYED_REQUESTS = 20
 DELAY_MS, TOLERANCE_MS = 50.0, 5.0
 READY_S = 60.0

@@ -130,7 +130,7 @@ CAUSE_TABLE = (
     Cause(
         CAUSE_POOL_QUEUE, GROUP_QUEUE, "#f0c95a",
         "waited for a thread of a pool",
-        "fewer blocking calls in the pool, or more threads if they only wait (anyio: current_default_thread_limiter().total_tokens)",
+        "fewer blocking calls in the pool, or more threads if they only wait (FastAPI: anyio.to_thread.current_default_thread_limiter().total_tokens; waitress: threads; gRPC: max_workers)",
         stages=(spans.SPAN_POOL_WAIT,),
         sampled=(LATE_REQUEST,),
     ),
