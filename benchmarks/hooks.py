@@ -77,12 +77,15 @@ def make_case_line(case: Case, samples: Samples, best: float) -> Line:
     note = f"bare {estimate_median(bare).value / 1000:.2f} µs, hooked {min(hooked) / 1000:.2f} to {max(hooked) / 1000:.2f} µs"
     if case.gate_ns is None:
         return make_line(case.claim, "µs", cost.scale_by(1 / 1000), note=note)
-    share = estimate_median([second - first for first, second in zip(bare, again)]).value / case.gate_ns
+    difference = estimate_median([second - first for first, second in zip(bare, again)]).value
+    share = difference / case.gate_ns
     slower = estimate_median(pace).value / best - 1
     text = f"{share * 100:+.2f} %, machine {slower * 100:+.0f} %"
     # A missed gate counts only if it would also be missed at the machine's best pace.
     conclusive = cost.high <= case.gate_ns or cost.value / (1 + slower) > case.gate_ns
-    control = Control(text, abs(share) <= CONTROL_LIMIT and conclusive)
+    # 10 ns are much of a small gate, but change nothing where it is kept by more.
+    is_equal = abs(share) <= CONTROL_LIMIT or cost.high + abs(difference) <= case.gate_ns
+    control = Control(text, is_equal and conclusive)
     return make_line(case.claim, "µs", cost.scale_by(1 / 1000), Gate(case.gate_ns / 1000), control, note)
 
 

@@ -59,7 +59,8 @@ def _repeat_alone(kind: type, put_name: str, take_name: str) -> Steps:
     source = f"def run_steps(steps):\n for _ in range(steps):\n  found.{put_name}(1)\n  found.{take_name}()\n"
     names: dict[str, Any] = {"found": kind()}
     exec(source, names)
-    return names["run_steps"]  # type: ignore[no-any-return]
+    alone = Context()  # another case may leave its request current
+    return lambda steps: alone.run(names["run_steps"], steps)
 
 
 def _repeat_awaited(kind: type) -> Steps:

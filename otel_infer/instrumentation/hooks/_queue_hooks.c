@@ -1,6 +1,6 @@
 /* Hooks of the application's queues, and the context of a worker (`instrumentation/queues.py`, `tracing/work.py`).
  *
- *     put     no request is current, or the queue is left alone: the original alone is called
+ *     put     no request is current, a worker has no item, or the queue is left alone: the original alone is called
  *             a request is current, and the queue is followed: the item is noted here
  *     take    the queue is not followed: the original alone is called
  *             a worker takes a single item of a request: its wait is recorded here, then `take_for_worker` is called
@@ -67,6 +67,16 @@ static PyObject *get_entries(PyObject *state)
     return entries;
 }
 
+/* Whether a worker has taken no item of a request. */
+static int has_no_items(PyObject *work)
+{
+    PyObject *items = PyObject_GetAttr(work, names[ITEMS]);
+    int is_empty = items != NULL && PyTuple_CheckExact(items) && PyTuple_Size(items) == 0;
+    Py_XDECREF(items);
+    PyErr_Clear();
+    return is_empty;
+}
+
 /* ── put ───────────────────────────────────────────────────────────────────────────────────────────────────── */
 
 /* Adds (request, instant, False) to the entries of the item. Returns whether that is done. */
@@ -114,7 +124,8 @@ static PyObject *put_item(PyObject *hook, PyObject *const *arguments, size_t cou
 {
     CompiledHook *self = (CompiledHook *)hook;
     PyObject *request = find_request(), *state = NULL, *called = self->original;
-    if (request != Py_None) {
+    int has_request = request != Py_None && !(request != NULL && has_type(request, work_type) && has_no_items(request));
+    if (has_request) {
         state = count_positional(count) < 2 ? NULL : find_state(self, arguments[0]);
         if (state != NULL && !is_followed(self, state)) Py_CLEAR(state);  /* it is left alone */
         else if (state == NULL || request == NULL || !note_put(self, state, request, arguments[1])) called = self->call_slowly;
@@ -238,12 +249,7 @@ static PyObject *take_item(PyObject *hook, PyObject *const *arguments, size_t co
 /* Whether a worker has no item of a batch to which it may add further ones. */
 static int is_idle(PyObject *work)
 {
-    if (is_exactly(PyObject_GetAttr(work, names[IS_CALLED]), Py_True)) return 1;
-    PyObject *items = PyObject_GetAttr(work, names[ITEMS]);
-    int is_empty = items != NULL && PyTuple_CheckExact(items) && PyTuple_Size(items) == 0;
-    Py_XDECREF(items);
-    PyErr_Clear();
-    return is_empty;
+    return has_no_items(work) || is_exactly(PyObject_GetAttr(work, names[IS_CALLED]), Py_True);
 }
 
 /* `await queue.get()`: what has neither a request nor work gets work from Python code. */
