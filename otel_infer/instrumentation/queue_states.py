@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from otel_infer import _clock
 from otel_infer.ringbuffer.events import make_tuple
+from otel_infer.ringbuffer.native import native
 from otel_infer.tracing.deferred_request import CurrentRequest
 from otel_infer.tracing.request_span import RequestSpan
 
@@ -83,6 +85,10 @@ class LeftAlone:
 
 states: dict[int, QueueState | LeftAlone] = {}
 """By id of a queue. A queue is here from the first item that a request puts until it is freed."""
+count_state: Callable[[int, int], None] = (
+    native.count_state if native is not None else lambda queue_id, change: None
+)
+"""Tells compiled hooks which queues may have a state, before and after it is in `states`."""
 
 
 def find_state(queue: Any) -> QueueState | LeftAlone | None:
@@ -92,19 +98,31 @@ def find_state(queue: Any) -> QueueState | LeftAlone | None:
 
 def add_state(queue: Any) -> QueueState:
     """Follows the items of this queue."""
-    state = states[id(queue)] = QueueState(_refer_to(queue))
+    state = QueueState(_refer_to(queue))
+    _set_state(id(queue), state)
     return state
 
 
 def leave_alone(queue: Any) -> None:
     """Follows no item of this queue: other hooks know what its worker does."""
-    states[id(queue)] = LeftAlone(_refer_to(queue))
+    _set_state(id(queue), LeftAlone(_refer_to(queue)))
+
+
+def _set_state(key: int, state: QueueState | LeftAlone) -> None:
+    if key not in states:
+        count_state(key, 1)
+    states[key] = state
+
+
+def _drop_state(key: int) -> None:
+    if states.pop(key, None) is not None:
+        count_state(key, -1)
 
 
 def _refer_to(queue: Any) -> weakref.ref[Any]:
     """Returns a reference that drops the queue's state once the queue is freed, before its id is another object's."""
     key = id(queue)
-    return weakref.ref(queue, lambda freed: states.pop(key, None))
+    return weakref.ref(queue, lambda freed: _drop_state(key))
 
 
 def has_model(request: CurrentRequest) -> bool:

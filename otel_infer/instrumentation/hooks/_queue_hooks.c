@@ -41,11 +41,30 @@ static size_t count_positional(size_t count)
 
 /* ── the state of a queue ──────────────────────────────────────────────────────────────────────────────────── */
 
+/* How many queues that have a state fall into each slot. Most other queues fall into an empty one, so that no key is made. */
+static uint32_t slots[256];
+
+static uint32_t *find_slot(uintptr_t address)
+{
+    return &slots[(address >> 4 ^ address >> 12) % (sizeof slots / sizeof *slots)];
+}
+
+/* count_state(queue_id, change): a queue gets a state (1), or loses it (-1). */
+static PyObject *count_state(PyObject *module, PyObject *arguments)
+{
+    Py_ssize_t address;
+    int change;
+    (void)module;
+    if (!PyArg_ParseTuple(arguments, "ni", &address, &change)) return NULL;
+    *find_slot((uintptr_t)address) += (uint32_t)change;
+    Py_RETURN_NONE;
+}
+
 /* Returns the state of a queue, which may be NULL, as a new reference; NULL if no request has put an item into it. */
 static PyObject *find_state(CompiledHook *self, PyObject *queue)
 {
     PyObject *states = get_detail(self, STATES);
-    if (queue == NULL || PyDict_Size(states) == 0) return NULL;
+    if (queue == NULL || *find_slot((uintptr_t)queue) == 0) return NULL;
     PyObject *key = PyLong_FromVoidPtr(queue);
     PyObject *state = key == NULL ? NULL : take(PyDict_GetItemWithError(states, key));
     Py_XDECREF(key);
@@ -235,9 +254,9 @@ static PyObject *take_item(PyObject *hook, PyObject *const *arguments, size_t co
     CompiledHook *self = (CompiledHook *)hook;
     PyObject *item = PyObject_Vectorcall(self->original, arguments, count, keywords);
     PyObject *type = NULL, *exc = NULL, *traceback = NULL;
-    if (PyDict_Size(get_detail(self, STATES)) == 0) return item;
+    if (count_positional(count) == 0 || *find_slot((uintptr_t)arguments[0]) == 0) return item;
     if (item == NULL) PyErr_Fetch(&type, &exc, &traceback);
-    PyObject *state = count_positional(count) > 0 ? find_state(self, arguments[0]) : NULL;
+    PyObject *state = find_state(self, arguments[0]);
     if (item == NULL) PyErr_Restore(type, exc, traceback);
     if (is_followed(self, state) && is_alive(self)) item = follow_taken(self, state, item);
     Py_XDECREF(state);
@@ -348,6 +367,7 @@ const HookPlace queue_places[] = {
 static PyMethodDef functions[] = {
     {"attach_work", (PyCFunction)(void (*)(void))attach_work, METH_FASTCALL,
      "attach_work(work, single): makes this the work of the worker that runs here. single: its only request, or None."},
+    {"count_state", count_state, METH_VARARGS, "count_state(queue_id, change): a queue gets a state (1), or loses it (-1)."},
     {"connect_work", connect_work, METH_VARARGS, "connect_work(...): what `attach_work` and the hooks of queues need."},
     {NULL, NULL, 0, NULL}};
 
