@@ -548,6 +548,52 @@ def test_an_item_that_waits_on_is_no_wait_of_a_request_that_succeeded(recording:
     assert stages_of(by_name(recording)["a"]) == []
 
 
+def test_items_are_followed_in_each_of_many_queues(recording: Recording) -> None:
+    """Also after others are freed: queues share slots of the compiled hooks' filter."""
+    kept: list[queue.Queue[Any]] = []
+    for number in range(1500):
+        work: queue.Queue[Any] = queue.Queue()
+        put_for("first", work).close()
+        if number % 3 == 0:
+            kept.append(work)
+    del work
+    gc.collect()
+
+    recording.records()
+    requests = [put_for("second", work) for work in kept]
+    for request, work in zip(requests, kept):
+        work.get()  # of the first request, which has ended
+        work.get()
+        request.close()
+    assert [stages_of(record) for record in recording.records()] == [["queue wait"]] * len(kept)
+
+
+def test_a_worker_without_an_item_puts_for_no_request(recording: Recording) -> None:
+    """A task that passes items on, such as one of no request, is a worker since its first `get`."""
+
+    async def pass_on(source: asyncio.Queue[Any], target: asyncio.Queue[Any]) -> None:
+        while True:
+            target.put_nowait(await source.get())
+
+    async def main() -> tuple[Any, Any]:
+        source: asyncio.Queue[Any] = asyncio.Queue()
+        target: asyncio.Queue[Any] = asyncio.Queue()
+        task = asyncio.create_task(pass_on(source, target))
+        source.put_nowait("of no request")
+        item = await target.get()
+        before = find_state(target)
+        request = open_request("a")
+        request.attach()
+        source.put_nowait("of a request")
+        await target.get()
+        request.close()
+        task.cancel()
+        return item, before
+
+    assert asyncio.run(main()) == ("of no request", None)
+    assert set(stages_of(by_name(recording)["a"])) == {"queue wait"}
+
+
 def test_a_freed_queue_leaves_no_state(recording: Recording) -> None:
     put_for("a", queue.Queue())
     known = set(states)
