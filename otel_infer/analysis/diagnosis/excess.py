@@ -120,6 +120,11 @@ class TimeByComplaint(NamedTuple):
         """Returns the rows of the tenth of the requests that have most of this time, at least three."""
         return np.argsort(self.time[:, KINDS.index(kind)], kind="stable")[-len(self.slow) :]
 
+    def longest_own(self, kind: str) -> Any:
+        """Returns the rows of the tenth of the requests that have most of this time without their waits for a worker's code."""
+        waits = self.for_code.before if kind == semconv.SYMPTOM_PRE_ENGINE else self.for_code.after
+        return np.argsort(self.time[:, KINDS.index(kind)] - waits, kind="stable")[-len(self.slow) :]
+
     def mean_ms(self, kind: str, rows: Any) -> float:
         """Returns the mean of this time in these rows, ms."""
         return float(self.time[rows, KINDS.index(kind)].mean() / NS_PER_MS)

@@ -9,7 +9,10 @@ from otel_infer.analysis.diagnosis.excess import TimeByComplaint
 from otel_infer.analysis.diagnosis.slow_requests import (
     NS_PER_MS,
     client_backpressure,
+    find_rows,
+    is_main_part,
     name_last_output,
+    select_slowest,
     sum_cause_time,
 )
 from otel_infer.analysis.diagnosis.symptoms import Finding
@@ -24,21 +27,23 @@ _END_CAUSES = (
 )
 
 
-def find_late_end(served: Sequence[RequestRecord], time: TimeByComplaint) -> list[Finding]:
+def find_late_end(served: list[RequestRecord], time: TimeByComplaint) -> list[Finding]:
     """Finds work of the server between the last token and the last byte."""
     kind = semconv.SYMPTOM_LATE_END
-    if not time.is_complaint(kind):
+    slowest = select_slowest(served, lambda r: r.duration_ns)
+    behind = time.for_code.after[find_rows(served, slowest.records)]
+    if not time.is_complaint(kind) and not is_main_part(behind.sum(), slowest):
         return []
-    rows = time.longest(kind)
-    slow, waits = [served[row] for row in rows], time.for_code.after[rows]
+    rows = time.longest_own(kind)
+    slow = [served[row] for row in rows]
     parts = {cause: sum(sum_cause_time(record, cause) for record in slow) for cause in _END_CAUSES}
     parts[semconv.CAUSE_EGRESS] -= sum(map(client_backpressure, slow))
     cause = max(parts, key=lambda cause: parts[cause])
-    mean_ms = time.mean_ms(kind, rows) - float(waits.mean()) / NS_PER_MS
+    mean_ms = time.mean_ms(kind, rows) - float(time.for_code.after[rows].mean()) / NS_PER_MS
     return [Finding(kind, cause, time.total_share(kind), [
         f"the slowest {len(slow)} of {len(served)} requests end {mean_ms:.0f} ms after {name_last_output(slow)}, without waiting for the client",
         f"{cause}: {parts[cause] / len(slow) / NS_PER_MS:.0f} ms each",
-        *describe_waits(waits),
+        *describe_waits(time.for_code.after[time.longest(kind)]),
     ])]  # fmt: skip
 
 

@@ -23,6 +23,7 @@ from otel_infer.analysis.diagnosis.excess import (
     divide_time,
     find_kind,
 )
+from otel_infer.analysis.diagnosis.pre_engine import find_pre_engine_delay
 from otel_infer.analysis.diagnosis.processor import (
     find_abandoned_work,
     find_cpu_shortage,
@@ -39,12 +40,13 @@ from otel_infer.analysis.diagnosis.serialized import describe_serialized
 from otel_infer.analysis.diagnosis.slow_model import find_slow_model
 from otel_infer.analysis.diagnosis.slow_requests import (
     MIN_REQUESTS,
+    MIN_WAIT_MS,
     NOTICEABLE_MS,
     NS_PER_MS,
-    app_time_before_token,
+    WAIT_SHARE,
     client_backpressure,
     filter_generating,
-    loop_delay_before_token,
+    find_rows,
     median_gap_ms,
     name_first_latency,
     select_slowest,
@@ -61,7 +63,6 @@ from otel_infer.analysis.diagnosis.stalls import (
 )
 from otel_infer.analysis.diagnosis.symptoms import Finding
 from otel_infer.analysis.diagnosis.uncovered import locate_uncovered_time
-from otel_infer.analysis.diagnosis.worker_code import describe_waits
 from otel_infer.assembly.engine.step_table import CAPACITY
 from otel_infer.assembly.records.request import RequestRecord
 from otel_infer.ringbuffer import events
@@ -78,8 +79,6 @@ _OF_ALL = "the time of all requests"
 _OF_EXCESS = "what the slow requests take beyond ordinary ones of their size"
 _MAIN_SHARE = 0.5
 """Share of the time from which a cause is more than all others together."""
-_WAIT_SHARE, _MIN_WAIT_MS = 0.4, 20
-"""Least share of the time, and least length, of waiting that counts. Other waits are no single complaint."""
 _GAPS_PER_QUEUE = 3
 """Median gaps between tokens that a queue must exceed to be noticed in the stream's own pace."""
 _BATCHING_PER_DECODE = 2
@@ -205,50 +204,17 @@ def _is_served(record: RequestRecord) -> bool:
 
 # ── rules ───────────────────────────────────────────────────────────────────────────────────────────────────
 
-_PRE_ENGINE_CAUSES = causes.select_causes(causes.GROUP_PRE_ENGINE)
 _QUEUE_CAUSES = causes.select_causes(causes.GROUP_QUEUE)
 _APPLICATION_QUEUES = (semconv.CAUSE_LOCK_QUEUE, semconv.CAUSE_POOL_QUEUE, semconv.CAUSE_WORK_QUEUE)
 _OWN_WORK_CAUSES = causes.select_causes(causes.GROUP_OWN_WORK, causes.GROUP_UNKNOWN)
 _WARMUP_CAUSES = tuple(row.name for row in causes.CAUSE_TABLE if row.is_warmup)
 
 
-def _find_pre_engine_delay(served: list[RequestRecord], time: TimeByComplaint) -> list[Finding]:
-    """Finds first tokens that are late because of time before the engine."""
-    slow = select_slowest(served, ttft_or_duration, whole=ttft_or_duration)
-    parts = {cause: slow.total_ns(cause) for cause in _PRE_ENGINE_CAUSES}
-    parts[semconv.CAUSE_APPLICATION] = float(sum(map(app_time_before_token, slow.records)))
-    parts[semconv.CAUSE_EVENT_LOOP] = float(sum(map(loop_delay_before_token, slow.records)))
-    total, count = sum(parts.values()), len(slow.records)
-    is_large = total >= _WAIT_SHARE * slow.reference_ns and total / count / NS_PER_MS >= _MIN_WAIT_MS
-    if not is_large and not time.is_complaint(semconv.SYMPTOM_PRE_ENGINE):
-        return []
-    rows = _find_rows(served, slow.records)
-    if time.serialized[rows].sum() > total / 2:
-        return [describe_serialized(time.serialized)]
-    cause = max(parts, key=lambda cause: parts[cause])
-    evidence = [
-        f"{total / slow.reference_ns:.0%} of {name_first_latency(slow.records)} of the slowest {count} requests is before the engine",
-        f"{cause}: {parts[cause] / count / NS_PER_MS:.0f} ms each",
-        *describe_waits(time.for_code.before[rows]),
-    ]
-    if cause == semconv.CAUSE_SOCKET_QUEUE and not any(record.loop_pauses for record in served):
-        # Workers without an event loop serve a request each: the socket is their queue.
-        peak = QueueAnalysis(served, stages=(semconv.SPAN_ACCEPT,)).describe_peak()
-        if peak is not None:
-            return [Finding(semconv.SYMPTOM_PEAK, cause, total / slow.lifetime_ns, [*evidence, peak])]
-    return [Finding(semconv.SYMPTOM_PRE_ENGINE, cause, total / slow.lifetime_ns, evidence)]
-
-
-def _find_rows(served: list[RequestRecord], chosen: list[RequestRecord]) -> list[int]:
-    row_of = {id(record): row for row, record in enumerate(served)}
-    return [row_of[id(record)] for record in chosen]
-
-
 def _find_cold_start(served: list[RequestRecord], time: TimeByComplaint) -> list[Finding]:
     """Finds work that a server does once and that its first requests wait for."""
     slow = select_slowest(served, lambda r: r.duration_ns)
     share, mean_ms = slow.reference_share(*_WARMUP_CAUSES), slow.mean_ms(*_WARMUP_CAUSES)
-    if share < _WAIT_SHARE or mean_ms < _MIN_WAIT_MS:
+    if share < WAIT_SHARE or mean_ms < MIN_WAIT_MS:
         return []
     cause = max(_WARMUP_CAUSES, key=slow.total_ns)
     return [Finding(semconv.SYMPTOM_PREFILL, cause, share, [
@@ -265,8 +231,8 @@ def _find_queueing(
         served, ttft_or_duration, whole=ttft_or_duration, measure=sum_nonstreaming_cause_time
     )
     weight, mean_ms = slow.reference_share(*_QUEUE_CAUSES), slow.mean_ms(*_QUEUE_CAUSES)
-    is_large = weight >= _WAIT_SHARE and mean_ms >= max(_MIN_WAIT_MS, _GAPS_PER_QUEUE * median_gap_ms(served))
-    is_for_code = time.for_code.sum_of(_find_rows(served, slow.records)) > slow.total_ns(*_QUEUE_CAUSES) / 2
+    is_large = weight >= WAIT_SHARE and mean_ms >= max(MIN_WAIT_MS, _GAPS_PER_QUEUE * median_gap_ms(served))
+    is_for_code = time.for_code.sum_of(find_rows(served, slow.records)) > slow.total_ns(*_QUEUE_CAUSES) / 2
     if (not is_large or is_for_code) and not time.is_complaint(semconv.SYMPTOM_QUEUEING):
         return []
     if time.serialized.sum() > sum(sum_cause_time(record, *_QUEUE_CAUSES) for record in served):
@@ -313,7 +279,7 @@ def _find_batching_delay(served: list[RequestRecord], time: TimeByComplaint) -> 
 
 
 _RULES: tuple[Callable[[list[RequestRecord], TimeByComplaint], list[Finding]], ...] = (
-    _find_pre_engine_delay, find_expensive_prefill, find_large_inputs, find_prefill_interference, find_stream_stalls, find_stalled_results,
+    find_pre_engine_delay, find_expensive_prefill, find_large_inputs, find_prefill_interference, find_stream_stalls, find_stalled_results,
     find_event_loop_stalls, _find_batching_delay, _find_cold_start, find_late_end, find_slow_reader, find_too_many_at_once,
 )  # fmt: skip
 

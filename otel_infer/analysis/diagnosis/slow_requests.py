@@ -20,6 +20,8 @@ MIN_REQUESTS = 12
 NS_PER_MS = 1_000_000
 NOTICEABLE_MS = 100
 """Delays below this are too short for a client to notice."""
+WAIT_SHARE, MIN_WAIT_MS = 0.4, 20
+"""Least share of the time, and least length, of waiting that counts. Other waits are no single complaint."""
 MEDIAN_SAMPLES = 2000
 """Evenly spaced requests from which a median is computed."""
 _SERVER_STAGES = (*semconv.STAGES, *semconv.NESTED_STAGES)
@@ -79,6 +81,18 @@ def select_slowest(
     count = max(round(len(served) * SLOW_SHARE), 3)
     records = sorted(served, key=key)[-count:]
     return SlowRequests(records, float(sum(map(whole, records))), measure)
+
+
+def is_main_part(length_ns: float, slow: SlowRequests) -> bool:
+    """Returns whether a wait of this length, summed over the slow requests, is a complaint by itself."""
+    is_long = length_ns / len(slow.records) / NS_PER_MS >= MIN_WAIT_MS
+    return is_long and length_ns >= WAIT_SHARE * slow.reference_ns
+
+
+def find_rows(served: Sequence[RequestRecord], chosen: Sequence[RequestRecord]) -> list[int]:
+    """Returns the positions of the chosen requests among those that were served."""
+    row_of = {id(record): row for row, record in enumerate(served)}
+    return [row_of[id(record)] for record in chosen]
 
 
 def sum_streaming_cause_time(record: RequestRecord, *causes: str) -> int:

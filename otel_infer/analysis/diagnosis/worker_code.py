@@ -63,7 +63,7 @@ def describe_waits(lengths: Any) -> list[str]:
     mean_ms = float(np.mean(lengths)) / NS_PER_MS if len(lengths) else 0.0
     if mean_ms < _NOTICEABLE_MS:
         return []
-    return [f"they wait {mean_ms:.0f} ms each in the queue while a worker runs this code for others"]
+    return [f"the slowest wait {mean_ms:.0f} ms each in the queue while a worker runs this code for others"]
 
 
 def _list_stages(record: RequestRecord, *names: str) -> Intervals:

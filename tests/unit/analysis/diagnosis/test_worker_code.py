@@ -22,13 +22,13 @@ def serve(draw: random.Random, code: str, share: float = 0.2, code_ms: float = 6
     records = []
     for _ in range(80):
         at += draw.expovariate(1 / 200)
-        taken_at = max(at + 1, free_at)
+        taken_at = max(at + 1.05, free_at)
         causes = {"ingress": 1.0, "work_queue": taken_at - at - 1}
         own = {"application": 1.0, "decode": draw.uniform(30, 40), "egress": 1.0}
         if draw.random() < share:
             own[code] += code_ms
         free_at = taken_at + sum(own.values())
-        records.append(make_record(at, {**{c: ms for c, ms in causes.items() if ms}, **own}, tokens=0))
+        records.append(make_record(at, {**causes, **own}, tokens=0))
     return records
 
 
@@ -36,6 +36,23 @@ def serve(draw: random.Random, code: str, share: float = 0.2, code_ms: float = 6
 def test_requests_behind_slow_code_of_a_worker_blame_that_code(code: str, verdict: str) -> None:
     for seed in range(10):
         diagnosis = diagnose_requests(serve(random.Random(seed), code))
+        assert (diagnosis.verdict, diagnosis.findings[0].cause) == (verdict, code), seed
+        assert any(
+            "in the queue while a worker runs this code" in line for line in diagnosis.findings[0].evidence
+        )
+
+
+@pytest.mark.parametrize(("code", "verdict"), [("application", "pre_engine"), ("egress", "late_end")])
+def test_code_of_a_few_requests_is_named_where_others_wait_for_it(code: str, verdict: str) -> None:
+    """The slowest requests are those that wait, and have none of it."""
+    for seed in range(10):
+        records = serve(random.Random(seed), code, share=0.02, code_ms=4000.0)
+        slow = [
+            record for record in records if record.breakdown and record.breakdown.causes[code] > 1000 * MS
+        ]
+        if not slow:
+            continue
+        diagnosis = diagnose_requests(records)
         assert (diagnosis.verdict, diagnosis.findings[0].cause) == (verdict, code), seed
         assert any(
             "in the queue while a worker runs this code" in line for line in diagnosis.findings[0].evidence
