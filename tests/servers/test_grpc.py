@@ -21,6 +21,11 @@ from tests.support.otlp_receiver import OtlpReceiver
 from tests.support.served import Server, free_port
 from tests.support.trees import tree
 
+ATTEMPTS = 5
+"""gRPC's asyncio server loses the status of about every fourth call whose handler runs in a thread and refuses it after its
+first response (grpcio 1.85, without otel_infer as well). Its client waits until the deadline.
+"""
+
 
 class Served(NamedTuple):
     """A server that runs, a channel to it, and who receives what it exports."""
@@ -29,14 +34,19 @@ class Served(NamedTuple):
     receiver: OtlpReceiver
 
     def call(
-        self, method: str, kind: str = "unary_unary", request: Any = b"x", more: str = "x"
+        self,
+        method: str,
+        kind: str = "unary_unary",
+        request: Any = b"x",
+        more: str = "x",
+        timeout: float = 20,
     ) -> tuple[Any, str, str]:
         """Calls a method. Returns its response (a list of a stream's, or the status code), trace id and parent id."""
         trace_id, parent_id, header = make_ids()
         metadata = (("traceparent", header), (more, "1"))
         function = getattr(self.channel, kind)(f"/toy.Scorer/{method}")
         try:
-            response = function(request, metadata=metadata, timeout=20)
+            response = function(request, metadata=metadata, timeout=timeout)
             response = list(response) if kind.endswith("stream") else response
         except grpc.RpcError as error:
             response = error.code()
@@ -146,9 +156,11 @@ def test_a_failed_call_has_its_code(served: Served, method: str, code: str, erro
 def test_a_call_ends_as_its_client_sees(
     served: Served, method: str, kind: str, request_: Any, error_type: str | None
 ) -> None:
-    response, trace_id, parent_id = served.call(
-        method, kind, iter(request_) if isinstance(request_, list) else request_
-    )
+    for _ in range(ATTEMPTS):
+        request = iter(request_) if isinstance(request_, list) else request_
+        response, trace_id, parent_id = served.call(method, kind, request, timeout=5)
+        if response is not grpc.StatusCode.DEADLINE_EXCEEDED:
+            break
     spans = spans_of(served.receiver, trace_id)
     attributes = find_server(spans)
     assert attributes[semconv.RPC_RESPONSE_STATUS_CODE] == getattr(response, "name", "OK")
