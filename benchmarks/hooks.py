@@ -22,6 +22,8 @@ from benchmarks.verdict import CONTROL_LIMIT, Control, Gate, Line, estimate_medi
 from otel_infer.instrumentation.hooks import probe
 
 BEST_PERCENTILE = 2
+SMALL_DIFFERENCE_NS = 20
+"""Difference of the bare runs that is too large a share of a gate of 0.2 µs, and changes nothing where the gate is kept by more."""
 
 
 class Samples(NamedTuple):
@@ -83,8 +85,8 @@ def make_case_line(case: Case, samples: Samples, best: float) -> Line:
     text = f"{share * 100:+.2f} %, machine {slower * 100:+.0f} %"
     # A missed gate counts only if it would also be missed at the machine's best pace.
     conclusive = cost.high <= case.gate_ns or cost.value / (1 + slower) > case.gate_ns
-    # 10 ns are much of a small gate, but change nothing where it is kept by more.
-    is_equal = abs(share) <= CONTROL_LIMIT or cost.high + abs(difference) <= case.gate_ns
+    is_small = abs(difference) <= SMALL_DIFFERENCE_NS and cost.high + abs(difference) <= case.gate_ns
+    is_equal = abs(share) <= CONTROL_LIMIT or is_small
     control = Control(text, is_equal and conclusive)
     return make_line(case.claim, "µs", cost.scale_by(1 / 1000), Gate(case.gate_ns / 1000), control, note)
 

@@ -36,3 +36,11 @@ def test_a_slow_machine_turns_failures_into_inconclusive(
 def test_a_pass_needs_equal_bare_runs() -> None:
     measured = Samples([500.0] * 9, [1000.0] * 9, [600.0] * 9, [BEST_NS] * 9)
     assert hooks.make_case_line(make_case(1000), measured, BEST_NS).verdict == "inconclusive"
+
+
+@pytest.mark.parametrize(("gate_ns", "verdict"), [(200, "pass"), (105, "inconclusive")])
+def test_a_difference_of_some_ns_counts_where_it_could_change_the_verdict(
+    gate_ns: float, verdict: str
+) -> None:
+    measured = Samples([500.0] * 9, [605.0] * 9, [510.0] * 9, [BEST_NS] * 9)
+    assert hooks.make_case_line(make_case(gate_ns), measured, BEST_NS).verdict == verdict
