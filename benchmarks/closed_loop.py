@@ -7,6 +7,7 @@ client of asyncio would need some hundred for each.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 import selectors
 import socket
@@ -42,13 +43,13 @@ def post_closed_loop(port: int, path: str, body: bytes, requests: int, concurren
     """
     latencies: dict[str, float] = {}
     waiting = iter(range(requests))
-    with selectors.DefaultSelector() as selector:
+    with selectors.DefaultSelector() as selector, contextlib.ExitStack() as opened:
 
         def begin_next() -> None:
-            for _ in waiting:
+            if next(waiting, None) is not None:
                 posted = Post(port, path, body)
+                opened.callback(posted.connection.close)
                 selector.register(posted.connection, selectors.EVENT_WRITE, posted)
-                return
 
         for _ in range(concurrency):
             begin_next()

@@ -109,6 +109,7 @@ def leave_alone(queue: Any) -> None:
 
 
 def _set_state(key: int, state: QueueState | LeftAlone) -> None:
+    """Counts a queue before it is in `states`. Two threads may both count it, which costs later lookups and misses nothing."""
     if key not in states:
         count_state(key, 1)
     states[key] = state

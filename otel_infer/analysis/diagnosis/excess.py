@@ -121,7 +121,10 @@ class TimeByComplaint(NamedTuple):
         return np.argsort(self.time[:, KINDS.index(kind)], kind="stable")[-len(self.slow) :]
 
     def longest_own(self, kind: str) -> Any:
-        """Returns the rows of the tenth of the requests that have most of this time without their waits for a worker's code."""
+        """Returns the rows of the tenth of the requests that have most of this time without their waits for a worker's code.
+
+        `kind`: `pre_engine` or `late_end`.
+        """
         waits = self.for_code.before if kind == semconv.SYMPTOM_PRE_ENGINE else self.for_code.after
         return np.argsort(self.time[:, KINDS.index(kind)] - waits, kind="stable")[-len(self.slow) :]
 

@@ -21,6 +21,7 @@ from otel_infer.analysis.diagnosis.slow_requests import NS_PER_MS
 from otel_infer.assembly.records.request import RequestRecord
 
 _NOTICEABLE_MS = 10
+"""Mean wait below which it is no evidence."""
 _WAITS = (semconv.SPAN_QUEUE_WAIT, semconv.SPAN_BATCH_WAIT)
 Intervals = list[tuple[int, int]]
 
