@@ -75,9 +75,11 @@ def send_signals_under_load(
         with _signals(rings, count) as sent:
             while sent.is_running and process.poll() is None:
                 ended += send(port)
-        ended += send(port)
+        if process.poll() is None:
+            ended += send(port)
         if process.poll() is not None:
-            ended.append("the server ended")
+            log_end = (folder / "server.log").read_text()[-2000:]
+            ended.append(f"the server ended with status {process.returncode}: {log_end}")
     finally:
         process.terminate()
         process.wait(60)
@@ -96,7 +98,7 @@ class _Sender(threading.Thread):
     def run(self) -> None:
         dumps = [StackDump(process) for process in self._reader.processes]
         until = time.monotonic() + MAX_S
-        while self.signals < self.count and time.monotonic() < until:
+        while self.is_running and self.signals < self.count and time.monotonic() < until:
             for dump in dumps:
                 dump.find_thread(1)  # opens the process
                 for thread in dump.list_threads():
@@ -112,8 +114,11 @@ class _Sender(threading.Thread):
 def _signals(rings: Path, count: int) -> Iterator[_Sender]:
     sender = _Sender(rings, count)
     sender.start()
-    yield sender
-    sender.join()
+    try:
+        yield sender
+    finally:
+        sender.is_running = False
+        sender.join()
 
 
 def signal_battery_server(server: Server, folder: Path, count: int) -> Outcome:

@@ -938,7 +938,7 @@ static int fill_module(PyObject *module)
                    add_generation_types(module) || add_forward_types(module) || add_context_types(module) ||
                    add_queue_functions(module) ||
                    add_lag_type(module) || add_socket_functions(module) || add_batch_types(module) ||
-                   add_scheduler_types(module) || add_stall_types(module)
+                   add_scheduler_types(module) || add_stall_types(module) || add_stack_signal(module)
                ? -1
                : 0;
 }

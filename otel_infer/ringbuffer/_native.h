@@ -306,6 +306,7 @@ int add_generation_types(PyObject *module);
 int add_lag_type(PyObject *module);
 int add_socket_functions(PyObject *module);
 int add_stall_types(PyObject *module);
+int add_stack_signal(PyObject *module);
 int add_forward_types(PyObject *module);
 int add_context_types(PyObject *module);
 int add_queue_functions(PyObject *module);

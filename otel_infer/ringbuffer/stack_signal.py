@@ -4,8 +4,9 @@
 
 The handler also runs while a thread holds the interpreter lock in C code, or while all threads are blocked. It never
 writes values. It writes the stack of the thread that it interrupts, which cannot change meanwhile. The stacks of other
-threads can, and reading them without the interpreter lock has crashed servers. Nothing is written without a signal, and
-signals are sent only while something is late (`sidecar.probes.stalls`).
+threads can, and reading them without the interpreter lock has crashed servers. A thread that is interrupted amid a call may have
+no valid stack: a fault of memory ends the stack then, and not the process (`_stack_signal.c`). Nothing is written without
+a signal, and signals are sent only while something is late (`sidecar.probes.stalls`).
 
 The signal is a real-time signal that this process neither handles, ignores nor blocks. If the program takes the signal
 later, another one is chosen. A header word of the ring tells the sidecar which one is in use. Before faulthandler
@@ -77,6 +78,8 @@ class StackSignal:
     def reset_after_fork(self) -> None:
         """Forgets the rings of the parent process. Its handler stays, and no sidecar knows this process yet."""
         self._words, self._lock = None, threading.Lock()
+        if native is not None:
+            native.forget_writing_thread()
 
     def yield_signal(self, number: int) -> None:
         """Takes another signal if this one is ours, because the program is about to use it."""
@@ -99,6 +102,7 @@ class StackSignal:
         native.ignore_signal(number)
         self._ignored.add(number)
         faulthandler.register(number, file=self._file, all_threads=False, chain=False)
+        native.write_stacks_on(number, self._file)
         self._number, self._words = number, words
         words[layout.W_STACK_FILE] = self._file
         words[layout.W_STACK_SIGNAL] = number

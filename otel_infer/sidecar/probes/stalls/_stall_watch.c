@@ -3,7 +3,6 @@
  * read may be torn: then the next look is right. */
 #include "../../../ringbuffer/_native.h"
 #include <errno.h>
-#include <signal.h>
 #include <stdlib.h>
 #ifdef __linux__
 #include <sys/syscall.h>
@@ -366,16 +365,6 @@ static PyObject *sleep_until_late(PyObject *module, PyObject *arguments)
     return PyBool_FromLong(found);
 }
 
-/* A signal that nothing handles any more does nothing then; Python code can ignore signals in the main thread only. */
-static PyObject *ignore_signal(PyObject *module, PyObject *number)
-{
-    (void)module;
-    long wanted = PyLong_AsLong(number);
-    if (wanted == -1 && PyErr_Occurred()) return NULL;
-    if (signal((int)wanted, SIG_IGN) == SIG_ERR) return PyErr_SetFromErrno(PyExc_OSError);
-    Py_RETURN_NONE;
-}
-
 /* Python has no call for a thread of another process. */
 static PyObject *signal_thread(PyObject *module, PyObject *arguments)
 {
@@ -394,7 +383,6 @@ static PyMethodDef functions[] = {
     {"sleep_until_late", sleep_until_late, METH_VARARGS,
      "sleep_until_late(watches, until, interval, reports_from): sleeps until a watch has found something."},
     {"signal_thread", signal_thread, METH_VARARGS, "signal_thread(process, thread, number): sends a signal to one thread."},
-    {"ignore_signal", ignore_signal, METH_O, "ignore_signal(number): ignores a signal, in any thread."},
     {NULL, NULL, 0, NULL}};
 
 int add_stall_types(PyObject *module)

@@ -41,7 +41,7 @@ handled = []
 def wait_for_command():
     print("ready", flush=True)
     for line in sys.stdin:
-        exec(line)
+        exec(line, globals())
         print("done", flush=True)
 wait_for_command()
 """
