@@ -19,6 +19,7 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 SOURCES = (
     "otel_infer/ringbuffer/_native.c",
     "otel_infer/ringbuffer/_stack_signal.c",
+    "otel_infer/tracing/_request_state.c",
     "otel_infer/sidecar/probes/stalls/_stall_watch.c",
     "otel_infer/instrumentation/asgi/_exchange.c",
     "otel_infer/instrumentation/http_server/_event_loop_lag.c",

@@ -22,7 +22,7 @@ from otel_infer.instrumentation.hooks.instrumentor import Instrumentor
 from otel_infer.instrumentation.hooks.probe import Hook
 from otel_infer.tracing import context
 from otel_infer.tracing.request_span import REQUEST_KEY
-from otel_infer.tracing.work import Work, Worker, attach_work, find_worker, is_task
+from otel_infer.tracing.work import Work, Worker, attach_work, find_worker
 
 instrumentor = Instrumentor("batch_windows", "python", ("asyncio.queues",))
 
@@ -32,7 +32,7 @@ _getter_codes = {asyncio.Queue.get.__code__}
 
 def is_getter(key: int) -> bool:
     """Returns whether what runs here is a task that takes one item and does nothing else. `key`: of `find_worker`."""
-    task = asyncio.current_task() if is_task(key) else None
+    task = asyncio.current_task() if key > 0 else None
     return task is not None and getattr(task.get_coro(), "cr_code", None) in _getter_codes
 
 

@@ -214,7 +214,7 @@ static int write_attribute_set(RequestRing *self, int code, PyObject *handle, Py
     return write_attribute(self, code, owner, at, PyTuple_GetItem(event, 1), PyTuple_GetItem(event, 2));
 }
 
-static PyObject *write_event(RequestRing *self, PyObject *const *arguments, Py_ssize_t count)
+PyObject *write_event(RequestRing *self, PyObject *const *arguments, Py_ssize_t count)
 {
     if (count != 2) return PyErr_Format(PyExc_TypeError, "write_event takes a handle and an event");
     PyObject *packed = PyDict_GetItemWithError(self->layouts, (PyObject *)Py_TYPE(arguments[1]));
@@ -934,7 +934,7 @@ static int fill_module(PyObject *module)
                    PyModule_AddObjectRef(module, "BatchState", (PyObject *)batch_base) ||
                    PyModule_AddObjectRef(module, "RequestRing", (PyObject *)request_ring_type) ||
                    PyModule_AddObjectRef(module, "StepRing", (PyObject *)step_ring_type) ||
-                   add_exchange_types(module) || add_hook_type(module) || add_transformers_types(module) ||
+                   add_request_state(module) || add_exchange_types(module) || add_hook_type(module) || add_transformers_types(module) ||
                    add_generation_types(module) || add_forward_types(module) || add_context_types(module) ||
                    add_queue_functions(module) ||
                    add_lag_type(module) || add_socket_functions(module) || add_batch_types(module) ||

@@ -152,7 +152,7 @@ typedef struct {
     PyObject *make_identity;  /* NULL: `identity` is set */
     PyObject *ring, *identity, *around, *provider_spans, *owner, *on_token_reached, *engine_error;
     PyObject *operation_names;  /* operation, provider and model, as recorded last; NULL = none */
-    long long handle, arrived_at, chunks, send_wait_ns, detokenize_ns;
+    long long handle, arrived_at, chunks, send_wait_ns, detokenize_ns, queued_at, link_count;
     char ended, has_server, inspect_next_chunk, responding, tokens_reached, first_token_sent, sends_directly;
     char has_error_status, is_named, has_forward_name, tokenizing;
 } RequestState;
@@ -194,6 +194,8 @@ int open_by_headers(RequestRing *ring, PyObject *headers, PyObject *name, int64_
 int open_root(RequestRing *ring, PyObject *const *names, int64_t at, uint16_t flags, int root_sampled,
               OpenedRequest *opened);
 
+/* write_event(handle, event), the method of a ring */
+PyObject *write_event(RequestRing *ring, PyObject *const *arguments, Py_ssize_t count);
 /* Writes an event of one cell; `body` has 40 bytes. */
 void write_cell(RequestRing *ring, int code, uint32_t handle, const char *body);
 int intern_text(RequestRing *ring, PyObject *text, uint32_t *id);
@@ -300,6 +302,7 @@ extern const HookPlace asgi_places[], transformers_places[], generation_places[]
 int add_batch_types(PyObject *module);
 int add_scheduler_types(PyObject *module);
 int add_exchange_types(PyObject *module);
+int add_request_state(PyObject *module);
 int add_hook_type(PyObject *module);
 int add_transformers_types(PyObject *module);
 int add_generation_types(PyObject *module);

@@ -45,9 +45,11 @@ class BatchRequest(RequestSpan):
             member.record_event(event)
 
     def record_stage(self, name: str, started_at: int, items: int = 0) -> None:
-        at = _clock.now()
+        self.record_stage_at(_clock.now(), name, started_at, items)
+
+    def record_stage_at(self, at: int, name: str, started_at: int, items: int) -> None:
         for member in self._alive:
-            member._write_stage(at, name, started_at, items)
+            member.record_stage_at(at, name, started_at, items)
 
     def record_token_reached(self) -> None:
         for member in self._alive:
@@ -61,9 +63,11 @@ class BatchRequest(RequestSpan):
             member.record_submitted(engine, max(sequences // count, 1), input_tokens // count, max_tokens)
 
     def set_operation(self, operation: str = "", provider: str = "", model: str = "") -> None:
+        names = operation, provider, model
         for member in self._alive:
             if not (member.is_named or member.has_forward_name):
-                member.set_operation(operation, provider, model)
+                if not member.record_names(names):
+                    member.set_operation(*names)
                 member.is_named = True
 
     def set_engine_error(self, error_type: str) -> None:
@@ -71,23 +75,22 @@ class BatchRequest(RequestSpan):
             member.set_engine_error(error_type)
 
     def link_members(self) -> None:
-        """Links the first request to the others, and each of them to the first. Each states how many they are."""
-        at, (first, *others) = _clock.now(), self.members
+        """Links the first request to the others, and each of them to the first. Each states how many they are.
+
+        Links are recorded as by `add_link`, which makes contexts of the API first.
+        """
+        at, (first, *others), limit = _clock.now(), self.members, self._limits.links
         formed = make_tuple(events.BatchFormed, (at, len(self.members)))
         to_first = make_tuple(events.SpanLinked, (at, *first.ids[:2]))
         first.record_event(formed)
-        for other in others:
+        for number, other in enumerate(others):
             other.record_event(formed)
-            _record_link(other, to_first)
-        for other in others[:MAX_LINKS]:
-            _record_link(first, make_tuple(events.SpanLinked, (at, *other.ids[:2])))
-
-
-def _record_link(request: RequestSpan, link: events.SpanLinked) -> None:
-    """Records a link as `add_link`, which makes contexts of the API first."""
-    if request._link_count < request._limits.links:
-        request._link_count += 1
-        request.record_event(link)
+            if other._link_count < limit:
+                other._link_count += 1
+                other.record_event(to_first)
+            if number < MAX_LINKS and first._link_count < limit:
+                first._link_count += 1
+                first.record_event(make_tuple(events.SpanLinked, (at, *other.ids[:2])))
 
 
 def combine_requests(requests: Sequence[RequestSpan]) -> RequestSpan:

@@ -37,9 +37,7 @@ class RequestSpan(RequestState, trace.Span):
     is_forked = False
     """The parent process of this one records the request; what this process does is below it."""
     _attribute_keys: set[str] | None = None
-    _event_count = _link_count = 0
-    queued_at = 0
-    """When an item of it was put into a queue from which no worker has taken it yet, monotonic ns; 0 = there is none."""
+    _event_count = 0
     _has_ok_status = _is_context_read = False
     _request_id = _response_id = ""
     _expected_names = ("", "", "")
@@ -68,11 +66,6 @@ class RequestSpan(RequestState, trace.Span):
         return self._span_ids.server
 
     @property
-    def ids(self) -> tuple[bytes, bytes, bytes, bytes]:
-        """Returns trace id, request span id, parent span id and own SERVER span id; zeros = none."""
-        return self._span_ids.ids
-
-    @property
     def _limits(self) -> Limits:
         return span_factory.limits if span_factory is not None else Limits()
 
@@ -83,8 +76,8 @@ class RequestSpan(RequestState, trace.Span):
 
     # ── events ──────────────────────────────────────────────────────────────────────────────────────────────
 
-    def record_event(self, event: Any) -> None:
-        """Records an event of this request. Not by `recorder.record`, which would be one more call per event."""
+    def _record_event(self, event: Any) -> None:
+        """Records an event where compiled code has not."""
         writer = recorder.requests
         if writer is not None and self.handle:
             try:
@@ -127,7 +120,7 @@ class RequestSpan(RequestState, trace.Span):
         Unchanged values are not recorded again, because a request with a thousand inputs would fill the ring.
         """
         names = operation, provider, model
-        if names != self._operation_names:
+        if not self.record_names(names) and names != self._operation_names:
             self._operation_names = names
             if len(model) <= MAX_SHORT_NAME and len(operation) <= MAX_SHORT_NAME:
                 self.record_event(events.make_tuple(events.OperationNamed, (_clock.now(), *names)))

@@ -86,7 +86,9 @@ class Work:
 
     def _add_item(self, request: CurrentRequest | None, item_id: int, put_at: int) -> tuple[TakenItem, ...]:
         """Returns the items of the batch after a further one."""
-        items = self._items if self.continues() else ()
+        items = self._items
+        if self._is_called or self.worker.starts_children:  # as `continues`, without its call for each item
+            items = ()
         if request is None:
             return items
         kept = []
@@ -174,11 +176,9 @@ class Work:
                 continue
             waited.add(request)
             if item.put_at:
-                wait = item.taken_at, item.put_at, events.QUEUE_WAIT, 0
-                request.record_event(make_tuple(events.StageEnded, wait))
+                request.record_stage_at(item.taken_at, events.QUEUE_WAIT, item.put_at, 0)
             if item.taken_at < complete_at:
-                wait = complete_at, item.taken_at, events.BATCH_WAIT, len(items)
-                request.record_event(make_tuple(events.StageEnded, wait))
+                request.record_stage_at(complete_at, events.BATCH_WAIT, item.taken_at, len(items))
 
 
 def take_over() -> list[RequestSpan]:
@@ -200,13 +200,8 @@ def _list_members(request: RequestSpan | None) -> list[RequestSpan]:
     return [member for member in members if member is not None and not member.ended]
 
 
-def is_task(key: int) -> bool:
-    """Returns whether a key of `find_worker` is a task's."""
-    return key > 0
-
-
 def find_worker() -> int:
-    """Returns the key of what runs here: of the task, else of the thread."""
+    """Returns the key of what runs here: a positive one of the task, else a negative one of the thread."""
     if asyncio._get_running_loop() is not None:
         task = asyncio.current_task()
         if task is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from opentelemetry.context import Context
 from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
@@ -15,6 +16,7 @@ from otel_infer.assembly.records.request import RequestRecord
 from otel_infer.assembly.requests.ended_requests import GRACE_NS
 from otel_infer.instrumentation.hooks.instrumentor import Instrumentor
 from otel_infer.ringbuffer.arena import MemoryArena
+from otel_infer.ringbuffer.events import RecordedEvent
 from otel_infer.ringbuffer.merged_reader import MergedReader
 from otel_infer.ringbuffer.recorder import recorder
 from otel_infer.tracing import request_span, span_ids
@@ -33,11 +35,17 @@ class Recording:
 
     def records(self) -> list[RequestRecord]:
         """Returns the requests that ended since the last call, in order of their ends."""
-        now = _clock.now()
+        self._assembler.feed_events(self._poll(now := _clock.now()))
+        return self._assembler.drain_records(now + GRACE_NS)
+
+    def events(self) -> list[Any]:
+        """Returns the events that were recorded since the last call, which `records` does not see then."""
+        return [recorded.event for recorded in self._poll(_clock.now())]
+
+    def _poll(self, now: int) -> list[RecordedEvent]:
         for name, memory in self.arena.buffers:
             self._rings.add_ring(name, memory, now)
-        self._assembler.feed_events(self._rings.poll(now, final=True))
-        return self._assembler.drain_records(now + GRACE_NS)
+        return self._rings.poll(now, final=True)
 
     @property
     def events_lost(self) -> int:

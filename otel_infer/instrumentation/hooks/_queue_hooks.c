@@ -3,17 +3,17 @@
  *     put     no request is current, a worker has no item, or the queue is left alone: the original alone is called
  *             a request is current, and the queue is followed: the item is noted here
  *     take    the queue is not followed: the original alone is called
- *             a worker takes a single item of a request: its wait is recorded here, then `take_for_worker` is called
+ *             a worker takes the first item of a request: its wait is recorded here, then `take_for_worker` is called
  *     wait    what runs here is no worker that may add to its batch: the original alone is called
  *
  * All else is Python code's, which is called before anything is noted or recorded.
  */
 #include "../../ringbuffer/_native.h"
 
-enum { ENTRIES, RESULT_OF, POP_ENTRY, ENGINE, IS_CALLED, SINGLE, QUEUED_AT, ITEMS, NAMES };
+enum { ENTRIES, RESULT_OF, POP_ENTRY, ENGINE, IS_CALLED, SINGLE, ITEMS, NAMES };
 static const char *const texts[NAMES] = {"entries", "result_of", "pop_entry", "engine", "_is_called", "single",
-                                         "queued_at", "_items"};
-static PyObject *names[NAMES], *zero;
+                                         "_items"};
+static PyObject *names[NAMES];
 
 static PyObject *variable, *context_type, *request_type, *work_type, *request_key, *span_key;  /* of `connect_work` */
 enum { STATES, STATE_TYPE, END_TAKE, TAKE_FOR_WORKER, STAGE };  /* items of `details` */
@@ -101,11 +101,13 @@ static int has_no_items(PyObject *work)
 /* Adds (request, instant, False) to the entries of the item. Returns whether that is done. */
 static int add_entry(PyObject *entries, PyObject *item, PyObject *request)
 {
-    PyObject *key = PyLong_FromVoidPtr(item), *at = PyLong_FromLongLong(read_clock()), *first = NULL;
+    int64_t put_at = read_clock();
+    PyObject *key = PyLong_FromVoidPtr(item), *at = PyLong_FromLongLong(put_at), *first = NULL;
     PyObject *entry = key == NULL || at == NULL ? NULL : PyTuple_Pack(3, request, at, Py_False);
     PyObject *earlier = entry == NULL ? NULL : PyDict_GetItemWithError(entries, key);
-    int failed = entry == NULL || PyErr_Occurred() || PyObject_SetAttr(request, names[QUEUED_AT], at);
-    if (earlier != NULL) failed = !PyList_CheckExact(earlier) || PyList_Append(earlier, entry);
+    int failed = entry == NULL || PyErr_Occurred();
+    if (!failed) ((RequestState *)request)->queued_at = put_at;
+    if (!failed && earlier != NULL) failed = !PyList_CheckExact(earlier) || PyList_Append(earlier, entry);
     else if (!failed) {
         first = PyList_New(1);
         failed = first == NULL || PyList_SetItem(first, 0, take(entry)) || PyDict_SetItem(entries, key, first);
@@ -172,7 +174,7 @@ static void drop_taken(Taken *taken)
 }
 
 /* Reads the only entry of an item. Returns whether its request works here by no engine, and has not ended. */
-static int read_entry(CompiledHook *self, PyObject *listed, Taken *taken)
+static int read_entry(PyObject *listed, Taken *taken)
 {
     if (listed == NULL || !PyList_CheckExact(listed) || PyList_Size(listed) != 1) return 0;
     PyObject *entry = PyList_GetItem(listed, 0);
@@ -186,22 +188,35 @@ static int read_entry(CompiledHook *self, PyObject *listed, Taken *taken)
     return !has_engine && !PyErr_Occurred();
 }
 
-/* Whether the one that takes is a worker whose last batch is complete, or that has none. */
-static int begins_batch(CompiledHook *self, Taken *taken)
+/* Whether a worker has taken no item of the request, as far as its last batch tells. */
+static int has_none_of(PyObject *work, PyObject *request)
+{
+    PyObject *items = PyObject_GetAttr(work, names[ITEMS]);
+    int has_none = items != NULL && PyTuple_CheckExact(items);
+    for (Py_ssize_t i = 0; has_none && i < PyTuple_Size(items); i++) {
+        PyObject *item = PyTuple_GetItem(items, i);  /* `TakenItem`, whose first field is the request */
+        has_none = PyTuple_Check(item) && PyTuple_GetItem(item, 0) != request;
+    }
+    Py_XDECREF(items);
+    return has_none;
+}
+
+/* Whether the one that takes is a worker, and the item is the first of its request in the batch. */
+static int is_first_item(Taken *taken)
 {
     taken->work = find_request();
     if (taken->work == Py_None) return 1;
     return taken->work != NULL && has_type(taken->work, work_type) &&
-           is_exactly(PyObject_GetAttr(taken->work, names[IS_CALLED]), Py_True);
+           (is_exactly(PyObject_GetAttr(taken->work, names[IS_CALLED]), Py_True) || has_none_of(taken->work, taken->request));
 }
 
-/* Removes the entry of an item that begins a batch of a worker. Returns whether that is done; if not, nothing has changed. */
-static int pop_usual(CompiledHook *self, PyObject *state, PyObject *item, Taken *taken)
+/* Removes the entry of an item that is new to a batch of a worker. Returns whether that is done; if not, nothing has changed. */
+static int pop_usual(PyObject *state, PyObject *item, Taken *taken)
 {
     PyObject *entries = get_entries(state);
     taken->key = entries == NULL ? NULL : PyLong_FromVoidPtr(item);
     PyObject *listed = taken->key == NULL ? NULL : take(PyDict_GetItemWithError(entries, taken->key));
-    int done = read_entry(self, listed, taken) && begins_batch(self, taken) && !PyDict_DelItem(entries, taken->key);
+    int done = read_entry(listed, taken) && is_first_item(taken) && !PyDict_DelItem(entries, taken->key);
     Py_XDECREF(listed);
     Py_XDECREF(entries);
     PyErr_Clear();
@@ -213,7 +228,7 @@ static int take_usual(CompiledHook *self, Taken *taken)
 {
     PyObject *stage = get_detail(self, STAGE), *written = Py_None, *done = NULL;
     int64_t at = read_clock();
-    if (PyObject_SetAttr(taken->request, names[QUEUED_AT], zero)) PyErr_Clear();
+    ((RequestState *)taken->request)->queued_at = 0;
     if (!write_stage((RequestState *)taken->request, at, stage, taken->put_at, 0)) {
         written = PyObject_CallMethod(taken->request, "_write_stage", "LOLL", (long long)at, stage, (long long)taken->put_at,
                                       0LL);
@@ -233,7 +248,7 @@ static PyObject *follow_taken(CompiledHook *self, PyObject *state, PyObject *ite
     Taken taken = {NULL, NULL, NULL, 0};
     int failed = 0;
     if (item == NULL) PyErr_Fetch(&type, &exc, &traceback);
-    if (item != NULL && pop_usual(self, state, item, &taken)) failed = take_usual(self, &taken);
+    if (item != NULL && pop_usual(state, item, &taken)) failed = take_usual(self, &taken);
     else {
         done = PyObject_CallFunctionObjArgs(get_detail(self, END_TAKE), state, item == NULL ? Py_None : item,
                                             item == NULL ? Py_False : Py_True, NULL);
@@ -373,6 +388,5 @@ static PyMethodDef functions[] = {
 
 int add_queue_functions(PyObject *module)
 {
-    if ((zero = PyLong_FromLong(0)) == NULL) return -1;
     return make_names(names, texts, NAMES) || PyModule_AddFunctions(module, functions) ? -1 : 0;
 }

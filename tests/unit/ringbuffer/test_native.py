@@ -148,7 +148,7 @@ def test_compiled_steps_are_the_same_bytes(calls: list[tuple[str, tuple[int, ...
 
 
 def test_layouts_that_compiled_code_writes_itself() -> None:
-    """`_exchange.c` packs these events by their layout."""
+    """`_request_state.c` packs these events by their layout."""
     layouts = writer._COMPILED_LAYOUTS
     assert layouts[events.StageEnded] == (2, "qqSq")
     assert layouts[events.OperationNamed] == (43, "qSSS")

@@ -12,11 +12,11 @@ from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.trace import NonRecordingSpan, SpanContext, StatusCode, TraceFlags
 
+from otel_infer import semconv
 from otel_infer.assembly.records.request import RequestRecord
 from otel_infer.ringbuffer import events
 from otel_infer.tracing import request_span, start
 from otel_infer.tracing.context import detach
-from otel_infer.tracing.request_span import RequestSpan
 from otel_infer.tracing.span_ids import ProviderSpanFactory
 from tests.support.rings import Recording
 
@@ -62,21 +62,17 @@ def test_ended_request_holds_no_reference_to_the_previous(recording: Recording) 
     assert not second.is_recording()
 
 
-def test_repeated_attributes_are_recorded_once(recording: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
-    recorded: list[Any] = []
+def test_repeated_attributes_are_recorded_once(recording: Recording) -> None:
     request = open_below_parent()
-    monkeypatch.setattr(RequestSpan, "record_event", lambda request, event: recorded.append(event))
-    monkeypatch.setattr(
-        RequestSpan, "record_attribute", lambda request, key, value: recorded.append((key, value))
-    )
     for _ in range(1000):
         request.set_operation("embeddings", "vllm", "bert")
         request.set_request_id("embd-1")
     request.set_operation("embeddings", "vllm", "bert-lora")
-    assert [event[1:] for event in recorded] == [
-        ("embeddings", "vllm", "bert"),
-        ("embd-1",),
-        ("embeddings", "vllm", "bert-lora"),
+    recorded = [event[1:] for event in recording.events() if type(event) is events.AttributeSet]
+    operation, provider, model = events.OPERATION_KEYS
+    assert recorded == [
+        *((operation, "embeddings"), (provider, "vllm"), (model, "bert"), (semconv.REQUEST_ID, "embd-1")),
+        *((operation, "embeddings"), (provider, "vllm"), (model, "bert-lora")),
     ]
 
 

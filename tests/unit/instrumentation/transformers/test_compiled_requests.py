@@ -528,7 +528,7 @@ def test_limits_are_those_of_the_python_hooks() -> None:
 
 
 def test_codes_and_fields_are_those_of_the_events() -> None:
-    """As `_requests.c` and `_exchange.c` write them."""
+    """As `_requests.c` and `_request_state.c` write them."""
     known = {
         events.RequestSubmitted: (3, "<qIIII"),
         events.RequestReceived: (4, "<q"),
