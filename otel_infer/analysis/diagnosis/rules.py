@@ -56,6 +56,7 @@ from otel_infer.analysis.diagnosis.slow_requests import (
     sum_streaming_cause_time,
     ttft_or_duration,
 )
+from otel_infer.analysis.diagnosis.slowest import describe_slowest
 from otel_infer.analysis.diagnosis.stalls import (
     find_event_loop_stalls,
     find_stalled_results,
@@ -168,7 +169,12 @@ def _choose_verdict(
     if share > MAX_UNCLASSIFIED_SHARE:
         note = f"no symptom matches, but {share:.0%} of the slow requests' time is {cause}"
         return Diagnosis(INSUFFICIENT, len(served), [], cause_shares, note)
-    note = "the slow requests did their own work; further delay at the client arises outside this server"
+    slowest = describe_slowest(served, time)
+    note = (
+        f"most slow requests did their own work, but {slowest}"
+        if slowest
+        else "the slow requests did their own work; further delay at the client arises outside this server"
+    )
     return Diagnosis(HEALTHY, len(served), [], cause_shares, note)
 
 

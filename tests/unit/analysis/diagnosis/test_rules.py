@@ -156,6 +156,16 @@ def test_symptom_is_recognized_from_the_records(row: str) -> None:
     assert right >= 9
 
 
+def test_a_pause_that_few_requests_met_is_stated_of_a_healthy_server() -> None:
+    server, requests = SimulatedServer(seed=1), steady(random.Random(1), 400)
+    records = server.records(requests)
+    for record in records[200:204]:
+        add_time(record, gc=285 * MS)
+    diagnosis = diagnose_requests(records)
+    assert diagnosis.verdict == "healthy"
+    assert re.search(r"the slowest 4 of 400 took \d+ ms longer .*, 285 ms of it gc: garbage collection \(gc", diagnosis.note)
+
+
 @pytest.mark.parametrize("load", [healthy, uniformly_slow])
 def test_healthy_or_uniformly_slow_server_has_no_symptom(
     load: Load,
