@@ -85,7 +85,7 @@ def _patch_get(original: Callable[..., Awaitable[Any]], hook: Hook) -> Callable[
         return original(self) if work is None else follow(self, work)
 
     _getter_codes.update((getattr(original, "__code__", follow.__code__), follow.__code__))
-    return _mark_coroutine_function(compile_queue_get(original, hook, get), follow)
+    return _mark_coroutine_function(compile_queue_get(original, hook, get, follow), follow)
 
 
 def _mark_coroutine_function(function: Any, awaited: Any) -> Callable[..., Awaitable[Any]]:

@@ -231,7 +231,8 @@ def _make_attach() -> Callable[[Work, CurrentRequest | None], None]:
     """Returns what does the work of `_attach_plain`, in compiled code where that is built."""
     if native is None or context.variable is None:
         return _attach_plain
-    native.connect_work(context.variable, Context, RequestSpan, Work, REQUEST_KEY, context.SPAN_KEY)
+    types = Context, RequestSpan, Work
+    native.connect_work(context.variable, *types, REQUEST_KEY, context.SPAN_KEY, asyncio.current_task)
     return native.attach_work  # type: ignore[no-any-return]
 
 

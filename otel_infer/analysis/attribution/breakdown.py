@@ -52,10 +52,11 @@ Causes = dict[str, int]
 _OFF_EVENT_LOOP = frozenset(semconv.STAGE_CAUSES) - {semconv.SPAN_INGRESS, semconv.SPAN_POSTPROCESS}
 """Stages that do not wait for the event loop: the engine's, and stages that are a single call."""
 _ENGINE_STAGES = (semconv.SPAN_PREFILL, semconv.SPAN_DECODE)
+_ITEM_WAITS = (semconv.SPAN_QUEUE_WAIT, semconv.SPAN_BATCH_WAIT)
 _STAGE_PRIORITIES = {
     **dict.fromkeys((semconv.SPAN_GRAMMAR, semconv.SPAN_KV_TRANSFER), -2),
     **dict.fromkeys((semconv.SPAN_QUEUE, semconv.SPAN_PREFILL, semconv.SPAN_DECODE), -1),
-    **dict.fromkeys((semconv.SPAN_QUEUE_WAIT, semconv.SPAN_BATCH_WAIT), -1),
+    **dict.fromkeys(_ITEM_WAITS, -1),
     **dict.fromkeys((semconv.SPAN_POSTPROCESS, semconv.SPAN_INGRESS), 1),
 }
 
@@ -253,11 +254,21 @@ def _attribute_decode(ledger: _TimeLedger, record: RequestRecord, decode: StepBr
 
 
 def _claim_stage(ledger: _TimeLedger, record: RequestRecord, stage: Stage) -> int:
-    """Claims a stage and returns the ns that were free. The engine's stages exclude generation gaps."""
-    if not record.generation_gaps or stage.name not in _ENGINE_STAGES:
+    """Claims a stage and returns the ns that were free.
+
+    The engine's stages exclude generation gaps. The wait of an item excludes calls of the model that began meanwhile: they
+    are for other items of the same request.
+    """
+    excluded: list[tuple[int, int]] = []
+    if stage.name in _ENGINE_STAGES:
+        excluded = [(since, until) for since, until, _ in record.generation_gaps]
+    elif stage.name in _ITEM_WAITS:
+        calls = [call for call in record.stages if call.name == semconv.SPAN_FORWARD]
+        excluded = [(call.started_at, call.ended_at) for call in calls if call.started_at > stage.started_at]
+    if not excluded:
         return ledger.claim_interval(stage.started_at, stage.ended_at)
     parts: FreeIntervals = [(stage.started_at, stage.ended_at)]
-    for since, until, _ in record.generation_gaps:
+    for since, until in excluded:
         parts, _ = subtract_interval(parts, since, until)
     return sum([ledger.claim_interval(since, until) for since, until in parts])
 

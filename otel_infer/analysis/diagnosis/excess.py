@@ -306,13 +306,16 @@ def _move_waits_for_abandoned_work(time: Any) -> None:
 def _estimate_cpu_waits(time: Any, records: Sequence[RequestRecord], cpu: CpuUse) -> None:
     """Moves time to the lack of cores where no thread is measured: the share of the cores that others use.
 
-    This concerns requests without thread delays, and the event loop, which is late because its thread has no core.
+    This concerns requests without thread delays, and the waits for an event loop or a worker that is late because its thread
+    has no core.
     """
     is_unmeasured = np.array([record.thread_delays is None for record in records], bool)
     share = max(cpu.other_processes, cpu.other_threads)
     target = semconv.SYMPTOM_NOT_ENOUGH_CPU
     for kind in (OWN_WORK, semconv.SYMPTOM_PREFILL, UNCOVERED):
         _move_time(time, kind, target, np.where(is_unmeasured, share * time[:, KINDS.index(kind)], 0.0))
+    queueing = semconv.SYMPTOM_QUEUEING
+    _move_time(time, queueing, target, share * time[:, KINDS.index(queueing)])
     before_engine = time[:, KINDS.index(semconv.SYMPTOM_PRE_ENGINE)]
     _move_time(
         time, semconv.SYMPTOM_PRE_ENGINE, target, share * np.minimum(_sum_late_loop(records), before_engine)

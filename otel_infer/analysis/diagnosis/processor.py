@@ -21,7 +21,7 @@ def find_cpu_shortage(served: Sequence[RequestRecord], time: TimeByComplaint, cp
         return []
     rows = time.longest(kind)
     evidence = [
-        f"the slowest {len(rows)} of {len(served)} requests were ready to run {time.mean_ms(kind, rows):.0f} ms each without a core"
+        f"the slowest {len(rows)} of {len(served)} requests lost {time.mean_ms(kind, rows):.0f} ms each, because threads had no core"
     ]
     if cpu.busy:
         evidence.append(f"{cpu.busy:.0%} of the cores were in use")

@@ -23,8 +23,8 @@ from otel_infer.semconv import causes
 
 _USUAL_PREFILL_SHARE = 0.25
 """Least share in slow requests of prefill that is the main cost of most requests: they wait for others, too."""
-_LARGE_INPUT = 2.0
-"""Times the median number of input tokens from which an input is large."""
+_LARGE_INPUT = 4.0
+"""Times the median number of input tokens from which an input is large. Slow requests of any load are somewhat longer."""
 _GAPS_PER_PROMPT = 5
 """Median gaps between tokens that a prompt must exceed to be noticed in the stream's own pace."""
 _SHORTER_INPUTS = "shorter or capped inputs, or long ones apart from the others"

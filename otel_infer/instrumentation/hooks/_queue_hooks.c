@@ -5,18 +5,20 @@
  *     take    the queue is not followed: the original alone is called
  *             a worker takes the first item of a request: its wait is recorded here, then `take_for_worker` is called
  *     wait    what runs here is no worker that may add to its batch: the original alone is called
+ *             a task adds to its batch: the coroutine that notes how long it waits is made here
  *
  * All else is Python code's, which is called before anything is noted or recorded.
  */
 #include "../../ringbuffer/_native.h"
 
-enum { ENTRIES, RESULT_OF, POP_ENTRY, ENGINE, IS_CALLED, SINGLE, ITEMS, NAMES };
+enum { ENTRIES, RESULT_OF, POP_ENTRY, ENGINE, IS_CALLED, SINGLE, ITEMS, WORKER, KEY, STARTS_CHILDREN, NAMES };
 static const char *const texts[NAMES] = {"entries", "result_of", "pop_entry", "engine", "_is_called", "single",
-                                         "_items"};
+                                         "_items", "worker", "key", "starts_children"};
 static PyObject *names[NAMES];
 
-static PyObject *variable, *context_type, *request_type, *work_type, *request_key, *span_key;  /* of `connect_work` */
+static PyObject *variable, *context_type, *request_type, *work_type, *request_key, *span_key, *current_task;  /* of `connect_work` */
 enum { STATES, STATE_TYPE, END_TAKE, TAKE_FOR_WORKER, STAGE };  /* items of `details` */
+enum { FOLLOW };  /* the item of `details` of a wait */
 
 static PyObject *get_detail(CompiledHook *self, int item)
 {
@@ -286,15 +288,48 @@ static int is_idle(PyObject *work)
     return has_no_items(work) || is_exactly(PyObject_GetAttr(work, names[IS_CALLED]), Py_True);
 }
 
+/* Returns the address of the task that runs here; NULL if none does, or if that is unknown. */
+static void *find_task(void)
+{
+    PyObject *task = current_task == NULL ? NULL : PyObject_CallNoArgs(current_task);
+    void *found = task == Py_None ? NULL : task;
+    Py_XDECREF(task);
+    PyErr_Clear();  /* no event loop runs here */
+    return found;
+}
+
+/* Whether the worker is this task, and takes several items itself; -1 if Python code must find out. */
+static int collects_here(PyObject *work)
+{
+    void *task = find_task();
+    PyObject *worker = PyObject_GetAttr(work, names[WORKER]);
+    PyObject *key = worker == NULL ? NULL : PyObject_GetAttr(worker, names[KEY]);
+    int found = task == NULL || key == NULL ? -1 : PyLong_AsVoidPtr(key) == task;
+    if (found == 1) found = is_exactly(PyObject_GetAttr(worker, names[STARTS_CHILDREN]), Py_False);
+    Py_XDECREF(key);
+    Py_XDECREF(worker);
+    if (PyErr_Occurred()) {  /* the key of a thread is negative */
+        PyErr_Clear();
+        return -1;
+    }
+    return found;
+}
+
 /* `await queue.get()`: what has neither a request nor work gets work from Python code. */
 static PyObject *await_item(PyObject *hook, PyObject *const *arguments, size_t count, PyObject *keywords)
 {
     CompiledHook *self = (CompiledHook *)hook;
-    PyObject *current = find_request(), *called = self->call_slowly;
+    PyObject *current = find_request(), *called = self->call_slowly, *result = NULL;
     if (current != NULL && has_type(current, request_type) && !((RequestState *)current)->ended) called = self->original;
-    else if (current != NULL && has_type(current, work_type) && is_idle(current)) called = self->original;
+    else if (current != NULL && has_type(current, work_type)) {
+        int collects = is_idle(current) ? 0 : collects_here(current);
+        if (collects == 0) called = self->original;
+        else if (collects == 1 && count_positional(count) == 1 && keywords == NULL && is_alive(self)) called = NULL;
+    }
+    if (called != NULL) result = PyObject_Vectorcall(called, arguments, count, keywords);
+    else result = PyObject_CallFunctionObjArgs(get_detail(self, FOLLOW), arguments[0], current, NULL);
     Py_XDECREF(current);
-    return PyObject_Vectorcall(called, arguments, count, keywords);
+    return result;
 }
 
 /* `await asyncio.sleep(...)`: an item may be taken meanwhile, so the work is asked afterwards. */
@@ -361,15 +396,17 @@ static PyObject *attach_work(PyObject *module, PyObject *const *arguments, Py_ss
     Py_RETURN_NONE;
 }
 
-/* connect_work(variable, context_type, request_type, work_type, request_key, span_key) */
+/* connect_work(variable, context_type, request_type, work_type, request_key, span_key, current_task) */
 static PyObject *connect_work(PyObject *module, PyObject *arguments)
 {
-    PyObject **const kept[] = {&variable, &context_type, &request_type, &work_type, &request_key, &span_key}, *given[6];
+    enum { KEPT = 7 };
+    PyObject **const kept[KEPT] = {&variable,  &context_type, &request_type, &work_type,
+                                   &request_key, &span_key,     &current_task};
     (void)module;
-    if (!PyArg_ParseTuple(arguments, "OOOOOO", given, given + 1, given + 2, given + 3, given + 4, given + 5)) return NULL;
-    for (int i = 0; i < 6; i++) {
+    if (PyTuple_Size(arguments) != KEPT) return PyErr_Format(PyExc_TypeError, "connect_work takes %d arguments", KEPT);
+    for (int i = 0; i < KEPT; i++) {
         PyObject *old = *kept[i];
-        *kept[i] = take(given[i]);
+        *kept[i] = take(PyTuple_GetItem(arguments, i));
         Py_XDECREF(old);
     }
     Py_RETURN_NONE;

@@ -53,9 +53,12 @@ def compile_queue_take(
     return compile_hook("take from a queue", _known, original, hook, call, (*following, events.QUEUE_WAIT))
 
 
-def compile_queue_get(original: Function, hook: Hook, call: Function) -> Function:
-    """Returns a compiled form of `call`, which calls it only for a worker that may add to its batch, or has no work yet."""
-    return compile_hook("get of a queue", _known, original, hook, call)
+def compile_queue_get(original: Function, hook: Hook, call: Function, follow: Function) -> Function:
+    """Returns a compiled form of `call`, which calls it only for a worker that has no work yet.
+
+    `follow(queue, work)`: what is called for a worker that adds to its batch.
+    """
+    return compile_hook("get of a queue", _known, original, hook, call, (follow,))
 
 
 def compile_sleep(original: Function, hook: Hook, call: Function) -> Function:

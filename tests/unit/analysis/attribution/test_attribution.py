@@ -708,6 +708,9 @@ an item waits for a worker while its handler waits for a condition
 an item waits for its batch while a thread of a pool waits for the result
   queue wait 10–20, pool wait 15–55, batch wait 20–60, forward 60–90, ends 90
                                                        → ingress 10, work_queue 10, batch_wait 40, decode 30
+an item waits while the model is called for another item of its request
+  queue wait 10–20, forward 20–60, queue wait 10–65, forward 65–90, ends 90
+                                                       → ingress 10, work_queue 15, decode 65
 """)
 def test_the_wait_of_an_item_is_not_that_of_its_handler(script: str, expected: dict[str, float]) -> None:
     assert causes_ms(build(script)) == pytest.approx(expected)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from otel_infer import semconv
 from otel_infer.analysis.diagnosis import excess
 from otel_infer.analysis.diagnosis.concurrency import estimate_shared_time
 from otel_infer.analysis.diagnosis.cpu_use import CpuUse, measure_cores_in_use, measure_cpu_use
@@ -270,6 +271,24 @@ def test_crowd_is_due_to_who_takes_the_cores(cpu_usage: list[CpuSeen], verdict: 
     diagnosis = diagnose(make_crowd(12, 10.0), cpu_usage=cpu_usage)
     assert diagnosis.verdict == verdict
     assert any(evidence in line for line in diagnosis.findings[0].evidence)
+
+
+def test_a_queue_is_due_to_others_that_take_the_cores_of_its_worker() -> None:
+    slow = {"work_queue": 400, **BUSY}
+    assert diagnose(make_load(slow)).verdict == "queueing"
+    assert diagnose(make_load(slow), cpu_usage=read_cpu(1.0, 0.9, 0.0)).verdict == "queueing"
+    assert diagnose(make_load(slow), cpu_usage=read_cpu(1.0, 0.2, 0.0)).verdict == "not_enough_cpu"
+
+
+@pytest.mark.parametrize(("tokens", "verdict"), [(250, "healthy"), (500, "prefill")])
+def test_inputs_are_a_complaint_where_some_are_several_times_as_long(tokens: int, verdict: str) -> None:
+    records = make_load({"decode": 200}, {"decode": 40})
+    for record in records:
+        is_long = record.duration_ns > 100 * MS
+        record.output_tokens, record.first_token_at = 0, 0
+        record.input_tokens = tokens if is_long else 100
+        record.stages = (Stage(semconv.SPAN_FORWARD, record.arrived_at, record.ended_at, {}),)
+    assert diagnose(records).verdict == verdict
 
 
 def test_cpu_use_is_that_of_the_slow_requests() -> None:
