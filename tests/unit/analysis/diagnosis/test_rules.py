@@ -163,7 +163,10 @@ def test_a_pause_that_few_requests_met_is_stated_of_a_healthy_server() -> None:
         add_time(record, gc=285 * MS)
     diagnosis = diagnose_requests(records)
     assert diagnosis.verdict == "healthy"
-    assert re.search(r"the slowest 4 of 400 took \d+ ms longer .*, 285 ms of it gc: garbage collection \(gc", diagnosis.note)
+    assert re.search(
+        r"the slowest 4 of 400 took \d+ ms longer .*, 285 ms of it gc: garbage collection \(gc",
+        diagnosis.note,
+    )
 
 
 @pytest.mark.parametrize("load", [healthy, uniformly_slow])
