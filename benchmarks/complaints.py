@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from benchmarks.free_port import find_free_port
 from benchmarks.proxy import DelayingProxy
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -186,9 +187,7 @@ def explain_faults(
     """Returns what `explain --json` reports about a server with these faults under this load."""
     with tempfile.TemporaryDirectory(prefix="otel-infer-complaint-") as folder:
         tape = Path(folder) / "a.tape"
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = int(probe.getsockname()[1])
+        port = find_free_port()
         server_command = [
             sys.executable,
             str(ROOT / "benchmarks" / "complaint_server.py"),

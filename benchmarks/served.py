@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import sys
 import tempfile
 from pathlib import Path
 
+from benchmarks.free_port import find_free_port
 from otel_infer.assembly.records.request import RequestRecord
 from otel_infer.cli.demo.command import wait_until_healthy
 from otel_infer.cli.demo.model import make_demo_model
@@ -28,9 +28,7 @@ class Served:
         self.folder = Path(tempfile.mkdtemp(prefix="otel-infer-truth-"))
         self.model = make_demo_model(self.folder / "tiny-llama")
         self.tape = self.folder / "truth.tape"
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = int(probe.getsockname()[1])
+        self.port = find_free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         for name in [name for name in os.environ if name.startswith("OTEL_")]:
             del os.environ[name]

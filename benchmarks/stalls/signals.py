@@ -24,7 +24,7 @@ from typing import NamedTuple
 from benchmarks.battery.draw import READY_S, ROOT, VARIABLES, make_load, make_model
 from benchmarks.battery.load import draw_requests
 from benchmarks.battery.servers import SERVERS, Server
-from benchmarks.whole.switched_server import find_free_port
+from benchmarks.free_port import find_free_port
 from otel_infer import _clock
 from otel_infer.cli.demo.command import wait_until_healthy
 from otel_infer.ringbuffer import directory

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks import machine
+from benchmarks.free_port import find_free_port
 
 SITE = Path(__file__).with_name("site")
 SIDECAR = "otel_infer.sidecar"
@@ -152,13 +153,6 @@ class SwitchedServer:
         except FileNotFoundError:
             return None
         return HookState(int(obeyed), state, *map(int, counts))
-
-
-def find_free_port() -> int:
-    """Returns a TCP port that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _list_descendants(pid: int) -> list[int]:

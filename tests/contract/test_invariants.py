@@ -51,7 +51,7 @@ from otel_infer.tracing import caller, request_span, span_ids
 from tests.support.otlp_receiver import OtlpReceiver, status
 from tests.support.served import chat, transformers_serve
 from tests.support.story import CLOSED_METRICS_OUTLET
-from tests.support.toy_server import RUN, Toy, free_port, processes, wait_until
+from tests.support.toy_server import RUN, Toy, processes, wait_until
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -1049,4 +1049,3 @@ def _sockets(pid: int) -> set[str]:
 def test_every_invariant_has_a_test() -> None:
     numbers = {int(name.split("_")[1]) for name in globals() if re.match(r"test_\d+_", name)}
     assert numbers == set(range(1, 15))
-    assert free_port() > 0

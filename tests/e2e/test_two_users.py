@@ -27,7 +27,8 @@ from otel_infer.sidecar.recording import dump_request
 from tests.support.arrivals import arrived, lost, requests_of
 from tests.support.other_process import shared_volume
 from tests.support.otlp_receiver import OtlpReceiver
-from tests.support.toy_server import Toy, free_port, wait_until
+from tests.support.served import free_port
+from tests.support.toy_server import Toy, wait_until
 
 pytestmark = [
     pytest.mark.timeout(60),

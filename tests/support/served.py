@@ -8,13 +8,14 @@ import os
 import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from benchmarks.free_port import find_free_port as free_port
 
 RUN = (sys.executable, "-m", "otel_infer", "run", "--")
 BATCHING = (
@@ -34,13 +35,6 @@ class ChatResponse(NamedTuple):
     sent_at: int
     done_at: int
     body: dict[str, Any]
-
-
-def free_port() -> int:
-    """Returns a port without a listener."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Server:

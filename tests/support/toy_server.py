@@ -18,7 +18,6 @@ import os
 import queue
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -216,13 +215,6 @@ class Reply(NamedTuple):
     body: dict[str, Any]
 
 
-def free_port() -> int:
-    """Returns a port without a listener."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def processes(mark: str) -> dict[int, bytes]:
     """Returns the living processes with this mark in their environment, with their command lines."""
     found = {}
@@ -253,7 +245,10 @@ class Toy:
     """A toy server in marked processes, so that each of them can be found and ended."""
 
     def __init__(self, log: Path, environ: Mapping[str, str], launcher: Sequence[str] = ()) -> None:
-        self.port, self.log, self.mark = free_port(), log, secrets.token_hex(8)
+        # The server, whose program this file is too, does not find this module.
+        from benchmarks.free_port import find_free_port
+
+        self.port, self.log, self.mark = find_free_port(), log, secrets.token_hex(8)
         kept = {name: value for name, value in os.environ.items() if not name.startswith("OTEL_")}
         self.environ = {**kept, "OTEL_METRIC_EXPORT_INTERVAL": "300", **environ, MARK: self.mark}
         self.command = [*launcher, sys.executable, str(Path(__file__).resolve()), str(self.port)]

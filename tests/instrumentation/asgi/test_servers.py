@@ -34,6 +34,7 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 import otel_infer
+from benchmarks.free_port import find_free_port
 from otel_infer import _clock
 from otel_infer.assembly.assembler import Assembler
 from otel_infer.assembly.records.request import RequestRecord
@@ -88,9 +89,7 @@ def serve_hypercorn() -> Iterator[Callable[[Any], int]]:
     running: list[tuple[Callable[[], None], threading.Thread]] = []
 
     def start(app: Any) -> int:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = int(probe.getsockname()[1])
+        port = find_free_port()
         config, loop, stopping = Config(), asyncio.new_event_loop(), asyncio.Event()
         config.bind, config.graceful_timeout = [f"127.0.0.1:{port}"], 0.2
         serving = run_server(app, config, shutdown_trigger=stopping.wait, mode="asgi")  # type: ignore[arg-type]

@@ -1,0 +1,24 @@
+"""A TCP port for a server that starts later."""
+
+from __future__ import annotations
+
+import random
+import socket
+
+PORTS = range(20_000, 32_000)
+"""Below those that Linux gives to clients and to listeners on port 0: none of them takes it before the server starts."""
+_TRIES = 100
+_random = random.SystemRandom()
+"""Two processes of a test run choose differently, whatever they seed."""
+
+
+def find_free_port() -> int:
+    """Returns a port on which nothing listens. Raises RuntimeError if there is none among those that were tried."""
+    for port in _random.sample(PORTS, _TRIES):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    raise RuntimeError(f"no port of {_TRIES} between {PORTS.start} and {PORTS.stop} is free")
