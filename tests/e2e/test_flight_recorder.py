@@ -20,7 +20,8 @@ import pytest
 from otel_infer.ringbuffer import directory
 from otel_infer.sidecar.recording import file
 from tests.support.otlp_receiver import OtlpReceiver
-from tests.support.toy_server import RUN, Toy, free_port, wait_until
+from tests.support.served import free_port
+from tests.support.toy_server import RUN, Toy, wait_until
 
 pytestmark = pytest.mark.timeout(90)
 

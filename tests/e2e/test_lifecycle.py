@@ -17,7 +17,8 @@ import pytest
 
 from otel_infer.ringbuffer import directory
 from tests.support.otlp_receiver import OtlpReceiver
-from tests.support.toy_server import MARK, RUN, Toy, free_port, processes, wait_until
+from tests.support.served import free_port
+from tests.support.toy_server import MARK, RUN, Toy, processes, wait_until
 
 pytestmark = pytest.mark.timeout(60)
 
