@@ -18,11 +18,11 @@ from benchmarks.battery.faults import Case
 from benchmarks.battery.load import PATHS, Load, TimedRequest
 from benchmarks.battery.servers import SERVERS
 from benchmarks.closed_loop import post_closed_loop
-from benchmarks.free_port import find_free_port
 from benchmarks.truth import Lateness, compare_percentile
 from benchmarks.verdict import Gate, Line, make_exact, make_line
 from otel_infer.assembly.assembler import Assembler
 from otel_infer.cli.demo.command import wait_until_healthy
+from otel_infer.cli.demo.free_port import find_free_port
 from otel_infer.cli.replay import read_records
 
 REQUESTS = 200

@@ -28,8 +28,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks.free_port import find_free_port
 from benchmarks.proxy import DelayingProxy
+from otel_infer.cli.demo.free_port import find_free_port
 
 ROOT = Path(__file__).resolve().parent.parent
 MIN_RECALL, MAX_FALSE_ALARMS, MIN_FALL = 0.90, 0.05, 0.30

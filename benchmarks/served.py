@@ -8,9 +8,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-from benchmarks.free_port import find_free_port
 from otel_infer.assembly.records.request import RequestRecord
 from otel_infer.cli.demo.command import wait_until_healthy
+from otel_infer.cli.demo.free_port import find_free_port
 from otel_infer.cli.demo.model import make_demo_model
 from otel_infer.cli.run import Supervisor
 from otel_infer.config import environment

@@ -30,11 +30,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benchmarks import verdict
-from benchmarks.free_port import find_free_port
 from benchmarks.receiver import Receiver
 from benchmarks.verdict import Control, Figure, Gate, Line
 from benchmarks.whole.servers import VLLM_VARIABLES
 from benchmarks.whole.switched_server import VARIABLES, SwitchedServer
+from otel_infer.cli.demo.free_port import find_free_port
 from otel_infer.cli.demo.model import make_demo_model
 
 STREAMS, TOKENS, PROMPT = 8, 48, 24

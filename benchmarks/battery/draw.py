@@ -17,8 +17,8 @@ from typing import Any
 from benchmarks.battery import companions, faults
 from benchmarks.battery.load import Load, TimedRequest
 from benchmarks.battery.servers import Server
-from benchmarks.free_port import find_free_port
 from otel_infer.cli.demo.command import wait_until_healthy
+from otel_infer.cli.demo.free_port import find_free_port
 from otel_infer.cli.demo.model import make_demo_model, make_tokenizer, save_model
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -13,13 +13,13 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.battery.draw import ROOT, VARIABLES, stop_server
-from benchmarks.free_port import find_free_port
 from benchmarks.server_truth.client import send_requests
 from benchmarks.server_truth.servers import SERVERS, TruthServer, list_names
 from benchmarks.truth import Lateness, compare_percentile
 from benchmarks.verdict import Gate, Line, load_lines, make_exact, make_line
 from otel_infer.assembly.assembler import Assembler
 from otel_infer.assembly.records.request import RequestRecord
+from otel_infer.cli.demo.free_port import find_free_port
 from otel_infer.cli.replay import read_records
 from tests.servers.leftovers import MARKER, kill_leftovers, wait_for_sidecars
 from tests.servers.ray_check import UNSHARE

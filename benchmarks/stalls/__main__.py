@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.battery.draw import ROOT, VARIABLES
-from benchmarks.free_port import find_free_port
 from benchmarks.stalls.program import Stalling, write_program
 from otel_infer import _clock
 from otel_infer.cli.demo.command import wait_until_healthy
+from otel_infer.cli.demo.free_port import find_free_port
 from otel_infer.ringbuffer.events import CodeLocated
 from otel_infer.sidecar.recording import file
 

@@ -24,9 +24,9 @@ from typing import NamedTuple
 from benchmarks.battery.draw import READY_S, ROOT, VARIABLES, make_load, make_model
 from benchmarks.battery.load import draw_requests
 from benchmarks.battery.servers import SERVERS, Server
-from benchmarks.free_port import find_free_port
 from otel_infer import _clock
 from otel_infer.cli.demo.command import wait_until_healthy
+from otel_infer.cli.demo.free_port import find_free_port
 from otel_infer.ringbuffer import directory
 from otel_infer.ringbuffer.merged_reader import MergedReader
 from otel_infer.sidecar.probes.stalls.stack_dump import StackDump

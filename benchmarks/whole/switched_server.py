@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks import machine
-from benchmarks.free_port import find_free_port
+from otel_infer.cli.demo.free_port import find_free_port
 
 SITE = Path(__file__).with_name("site")
 SIDECAR = "otel_infer.sidecar"

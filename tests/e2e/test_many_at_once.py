@@ -10,10 +10,10 @@ from benchmarks.battery import draw
 from benchmarks.battery.faults import Case
 from benchmarks.battery.load import Load, TimedRequest
 from benchmarks.battery.servers import SERVERS
-from benchmarks.free_port import find_free_port
 from otel_infer import semconv
 from otel_infer.assembly.assembler import Assembler
 from otel_infer.cli.demo.command import wait_until_healthy
+from otel_infer.cli.demo.free_port import find_free_port
 from otel_infer.cli.replay import read_records
 
 pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(180)]

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.free_port import find_free_port as free_port
+from otel_infer.cli.demo.free_port import find_free_port as free_port
 
 RUN = (sys.executable, "-m", "otel_infer", "run", "--")
 BATCHING = (

@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 from opentelemetry import trace
 
 import otel_infer
+from otel_infer.cli.demo.free_port import find_free_port
 
 MARK = "TOY_SERVER_MARK"
 SIDECAR = b"otel_infer-sidecar"
@@ -245,9 +246,6 @@ class Toy:
     """A toy server in marked processes, so that each of them can be found and ended."""
 
     def __init__(self, log: Path, environ: Mapping[str, str], launcher: Sequence[str] = ()) -> None:
-        # The server, whose program this file is too, does not find this module.
-        from benchmarks.free_port import find_free_port
-
         self.port, self.log, self.mark = find_free_port(), log, secrets.token_hex(8)
         kept = {name: value for name, value in os.environ.items() if not name.startswith("OTEL_")}
         self.environ = {**kept, "OTEL_METRIC_EXPORT_INTERVAL": "300", **environ, MARK: self.mark}

@@ -11,8 +11,8 @@ from pytriton.decorators import batch
 from pytriton.model_config import ModelConfig, Tensor
 from pytriton.triton import Triton, TritonConfig
 
-from benchmarks.free_port import find_free_port
 from benchmarks.server_truth.programs.work import classify, finish
+from otel_infer.cli.demo.free_port import find_free_port
 
 ROW = Tensor(name="rows", dtype=np.float32, shape=(1,))
 

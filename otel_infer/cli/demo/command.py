@@ -13,7 +13,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from otel_infer.assembly.records.request import RequestRecord
+from otel_infer.cli.demo.free_port import find_free_port
 from otel_infer.cli.run import Supervisor
 from otel_infer.config import environment
 
@@ -66,7 +66,7 @@ class Demo:
         self.console = terminal.make_console()
         if arguments.json:
             self.console.file = sys.stderr
-        self.port = _free_port()
+        self.port = find_free_port()
         self.model = folder / "tiny-llama"
         self.supervisor: Supervisor | None = None
 
@@ -235,12 +235,6 @@ def _is_installed(module: str) -> bool:
     from importlib.util import find_spec
 
     return find_spec(module) is not None
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _read_tail(path: Path, lines: int = 15) -> str:

@@ -34,11 +34,11 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 import otel_infer
-from benchmarks.free_port import find_free_port
 from otel_infer import _clock
 from otel_infer.assembly.assembler import Assembler
 from otel_infer.assembly.records.request import RequestRecord
 from otel_infer.assembly.requests.ended_requests import GRACE_NS
+from otel_infer.cli.demo.free_port import find_free_port
 from otel_infer.instrumentation import asgi
 from otel_infer.instrumentation.asgi import exchange
 from otel_infer.ringbuffer import events

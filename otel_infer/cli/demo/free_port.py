@@ -9,7 +9,7 @@ PORTS = range(20_000, 32_000)
 """Below those that Linux gives to clients and to listeners on port 0: none of them takes it before the server starts."""
 _TRIES = 100
 _random = random.SystemRandom()
-"""Two processes of a test run choose differently, whatever they seed."""
+"""A seed of the program does not make two processes choose the same."""
 
 
 def find_free_port() -> int:

@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from benchmarks import free_port
+from otel_infer.cli.demo import free_port
 
 
 def test_port_is_none_that_the_system_gives_to_others() -> None:
