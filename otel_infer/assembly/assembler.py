@@ -25,8 +25,9 @@ from otel_infer.assembly.records.process import StartRecord
 from otel_infer.assembly.records.request import RequestRecord
 from otel_infer.assembly.request_fragments import RequestFragments
 from otel_infer.assembly.requests.call_costs import CallCosts
-from otel_infer.assembly.requests.conclude import OpenRequest, build_records, build_unrecorded_end
+from otel_infer.assembly.requests.conclude import build_records, build_unrecorded_end
 from otel_infer.assembly.requests.ended_requests import GRACE_NS, EndedRequests
+from otel_infer.assembly.requests.open_request import HANDLERS, OpenRequest
 from otel_infer.assembly.requests.shapes import ShapedRequest, find_shape
 from otel_infer.assembly.startup import StartupTracker
 from otel_infer.ringbuffer import events
@@ -43,18 +44,16 @@ class Assembler:
 
     def __init__(self) -> None:
         self.open_requests: dict[Key, OpenRequest] = {}
-        self.engines: dict[int, EngineStepLog] = {}
+        self.engines, self._failed_kinds = dict[int, EngineStepLog](), set[type]()
         self._seen_step_kinds: dict[tuple[int, str], StepKinds] = {}
         self.events_lost = self.events_torn = self.requests_seen = 0
         self.steps: list[StepRecord] = []
         self.workers, self.processes, self._clocks = WorkerState(), ProcessState(), GpuClocks()
         self._fragments, self.pauses, self._startups = RequestFragments(), Pauses(), StartupTracker()
         self._ended, self._call_costs = EndedRequests(), CallCosts()
-        self._closed: list[OpenRequest] = []
-        self._closed_steps = 0
+        self._closed, self._closed_steps = list[OpenRequest](), 0
         self._ready: list[RequestRecord | ShapedRequest] = []
-        self.finds_shapes = False
-        self._processed_until: dict[int, int] = {}
+        self.finds_shapes, self._processed_until = False, dict[int, int]()
         self._handlers: dict[type, Callable[[int, int, Any], None]] = {
             events.RequestArrived: self._open_request,
             events.LiveRecovered: self._recover_request,
@@ -89,7 +88,7 @@ class Assembler:
 
     def feed_events(self, recorded: Iterable[events.RecordedEvent]) -> None:
         """Applies events, in order of time."""
-        handlers, open_requests = self._handlers, self.open_requests
+        handlers, of_requests, open_requests = self._handlers, HANDLERS, self.open_requests
         for ring, handle, event in recorded:
             try:
                 if event[0] > self._ended.due:  # its instant
@@ -99,11 +98,17 @@ class Assembler:
                     handler(ring, handle, event)
                     continue
                 request = open_requests.get((ring, handle)) or self._fragments.get((ring, handle))
-                if request is not None and not request.apply_event(event):
-                    self.events_torn += 1
+                change = of_requests.get(type(event))
+                if request is not None and change is not None:
+                    change(request, event)
             except Exception:  # what one event holds must not keep the others from being applied
                 self.events_torn += 1
-                log.debug("an event of type %s was not applied", type(event).__name__, exc_info=True)
+                self._report_failed_event(type(event))
+
+    def _report_failed_event(self, kind: type) -> None:
+        if kind not in self._failed_kinds:  # the first of each kind is logged
+            self._failed_kinds.add(kind)
+            log.warning("%s was not applied; others are counted", kind.__name__, exc_info=True)
 
     def drain_records(self, horizon: int) -> list[RequestRecord]:
         """Returns the requests that ended so long before `horizon` (monotonic ns) that no event can follow."""

@@ -6,25 +6,20 @@ and the series. A layout is used only if it gives the same bytes as the spans of
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Union
 
 from otel_infer import semconv
-from otel_infer.analysis.attribution.breakdown import attribute_latency, stage_priority
-from otel_infer.analysis.attribution.preparation import ENGINE_STAGES
 from otel_infer.analysis.finish import finish_records
 from otel_infer.assembly.assembler import Assembler
-from otel_infer.assembly.records.request import RequestRecord, Stage
+from otel_infer.assembly.records.request import RequestRecord
 from otel_infer.assembly.requests.conclude import build_records
-from otel_infer.assembly.requests.record_fields import apply_pauses
 from otel_infer.assembly.requests.shapes import ShapedRequest
 from otel_infer.export import otlp
 from otel_infer.export.interfaces import RequestExporter
 from otel_infer.export.metrics.aggregator import MetricsAggregator
 from otel_infer.export.metrics.histograms import make_source
-from otel_infer.export.metrics.request_counters import RequestSeries
 from otel_infer.export.request_log import RequestLog
 from otel_infer.export.sampling.tail_sampler import Decision, TailSampler
 from otel_infer.export.spans import tree
@@ -32,6 +27,7 @@ from otel_infer.export.spans.attributes import has_sampling_reason
 from otel_infer.export.spans.exporter import EncodedTree, OtlpSpanExporter
 from otel_infer.ringbuffer import events
 from otel_infer.ringbuffer.events import make_tuple
+from otel_infer.sidecar.request_shape import RequestShape
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +37,8 @@ MAX_LAYOUTS = 64
 _KNOWN_ATTRIBUTES = frozenset(
     (
         *events.OPERATION_KEYS,
+        *events.RPC_KEYS,
+        *events.BATCH_KEYS,
         semconv.HTTP_REQUEST_METHOD,
         semconv.URL_SCHEME,
         semconv.HTTP_ROUTE,
@@ -49,62 +47,7 @@ _KNOWN_ATTRIBUTES = frozenset(
         semconv.SERVER_PORT,
     )
 )
-_NUMBERS = frozenset((semconv.ITEMS, semconv.SEND_WAIT))
-_LATENCY_STAGES = (semconv.SPAN_QUEUE,)
-"""The ordinary stages that have an attribute of vLLM's request span."""
-
-
-class RequestShape:
-    """Common data of the requests of one shape. `record`: the first of them, without pauses.
-
-    `slots`: for each stage, the position of its cause in `causes`. The last cause is `unexplained`.
-    """
-
-    def __init__(self, record: RequestRecord) -> None:
-        self.record = record
-        self.has_parent = bool(record.parent_span_id)
-        self.has_server_span = bool(record.server_span_id) and not tree.is_server_only(record)
-        self._scratch = copy.copy(record)
-        self.names = names = [stage.name for stage in record.stages]
-        self.latency_stages = [names.index(name) for name in _LATENCY_STAGES if name in names]
-        self.has_stage_spans = tree.has_stage_spans(record)
-        self.causes, self.slots = _assign_causes(names)
-        self._first_engine_stage = next((i for i, name in enumerate(names) if name in ENGINE_STAGES), 0)
-        self.span_count = 1 + self.has_server_span + len(names) * self.has_stage_spans
-        self.series: RequestSeries | None = None
-        self.layouts: dict[tuple[Any, ...], otlp.SpanTreeLayout | None] = {}
-
-    def divide_time(self, shaped: ShapedRequest) -> Mapping[str, int]:
-        """Returns the time of a request by cause, ns, as in its breakdown."""
-        if shaped.request.pauses:
-            return self._divide_around_pauses(shaped)
-        times = [0] * len(self.causes)
-        for slot, length in zip(self.slots, shaped.lengths):
-            times[slot] += length
-        times[-1] = shaped.end - shaped.begin - sum(shaped.lengths)
-        first = self._first_engine_stage
-        between = shaped.starts[first] - shaped.starts[0] - sum(shaped.lengths[:first]) if first else 0
-        if between:
-            times[-1] -= between
-            times[self.causes.index(semconv.CAUSE_APPLICATION)] += between
-        return {cause: length for cause, length in zip(self.causes, times) if length}
-
-    def _divide_around_pauses(self, shaped: ShapedRequest) -> Mapping[str, int]:
-        record = self._scratch
-        record.arrived_at, record.ended_at = shaped.begin, shaped.end
-        bounds = zip(self.names, shaped.starts, shaped.ends)
-        record.stages = [Stage(name, since, until, {}) for name, since, until in bounds]
-        apply_pauses(record, shaped.request)
-        attribute_latency([record])
-        return record.breakdown.causes if record.breakdown is not None else {}
-
-
-def _assign_causes(names: Sequence[str]) -> tuple[list[str], list[int]]:
-    """Returns the causes in the order of a breakdown, and for stages with these names the position of their cause."""
-    of_stage = [semconv.STAGE_CAUSES.get(name, semconv.CAUSE_APPLICATION) for name in names]
-    order = sorted(range(len(names)), key=lambda number: stage_priority(names[number], number))
-    causes = [*dict.fromkeys([*(of_stage[number] for number in order), semconv.CAUSE_APPLICATION])]
-    return [*causes, semconv.CAUSE_UNEXPLAINED], [causes.index(cause) for cause in of_stage]
+_NUMBERS = frozenset((*events.BATCH_KEYS, semconv.ITEMS, semconv.SEND_WAIT))
 
 
 class OrdinaryRequest(NamedTuple):
@@ -167,6 +110,8 @@ class OrdinaryRequests:
         lengths = [duration] * (len(series.histograms) - len(lengths)) + [*lengths]
         for histogram, length in zip(series.histograms, lengths):
             histogram.record(length / 1e9, source)
+        if series.batch_sizes is not None:
+            series.batch_sizes.record(shape.find_batch_size(shaped), source)
         if series.causes is not None:
             metrics.add_causes(series.causes, causes.items())
 
@@ -274,22 +219,26 @@ def _list_values(
 ) -> list[Any]:
     """Returns the values of `otlp.list_values` for the spans of a request."""
     shaped, shape, causes = ordinary
-    _, wall_at, trace_id, span_id, parent, server_span_id, *_ = arrived = shaped.request.arrived
-    offset = wall_at - arrived.at
-    end = shaped.end + offset
+    seen_at, wall_at, trace_id, span_id, parent, server_span_id, *_ = shaped.request.arrived
+    offset = wall_at - seen_at
+    begin, end = shaped.begin + offset, shaped.end + offset
     above = (parent,) if shape.has_parent else ()
     values: list[Any] = []
     if shape.has_server_span:
-        values += (trace_id, server_span_id, *above, wall_at, end)
+        values += (trace_id, server_span_id, *above, begin, end)
         above = (server_span_id,)
-    values += (trace_id, span_id, *above, wall_at, end)
+    values += (trace_id, span_id, *above, begin, end)
     if shape.record.operation:
         values += [length / 1e9 for length in causes.values()]
         if latency_attributes:
             values.append((shaped.end - shaped.begin) / 1e9)
             values += [shaped.lengths[number] / 1e9 for number in shape.latency_stages]
+    if shaped.batch:
+        values.append(shaped.batch)
     for pause in pauses:
         values += (pause.at, pause.attributes[semconv.PAUSE_DURATION])
+    for link in shaped.request.links:
+        values += link[:2]
     if shape.has_stage_spans:
         ids = tree.derive_span_ids(span_id, "stage", len(shaped.lengths))
         for stage_id, since, until, numbers in zip(ids, shaped.starts, shaped.ends, shaped.numbers):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from typing import Any
 
 import numpy as np
@@ -21,16 +20,16 @@ class _Calls:
     """The latest calls of one model: length in ns, and number of items."""
 
     def __init__(self) -> None:
-        self.calls: deque[tuple[int, int]] = deque(maxlen=MAX_CALLS)
+        self._lengths, self._items = (np.zeros(MAX_CALLS, np.int64) for _ in range(2))
         self.added = self.fit_due = 0
         self.cost: StepCostModel | None = None
 
     def add(self, length: int, items: int) -> None:
-        self.calls.append((length, items))
+        place = self.added % MAX_CALLS
+        self._lengths[place], self._items[place] = length, items
         self.added += 1
         if self.added > self.fit_due:
-            lengths, sizes = np.array(self.calls, dtype=np.int64).T
-            self.cost = fit_cost_model(lengths, sizes)
+            self.cost = fit_cost_model(self._lengths[: self.added], self._items[: self.added])
             self.fit_due = self.added + min(self.added, FIT_EVERY)
 
 
@@ -45,14 +44,16 @@ class CallCosts:
 
         None before that can be estimated, and for any other request.
         """
-        stages = [stage for stage in request.stages if type(stage) is events.StageEnded]
+        stages = request.stages
         if all(stage.stage != events.QUEUE_WAIT for stage in stages):
             return None
         key = request.ring, request.attributes.get(semconv.REQUEST_MODEL, request.arrived.model)
-        if key not in self._models and len(self._models) >= MAX_MODELS:
-            self._models.clear()
-        model = self._models.setdefault(key, _Calls())
+        model = self._models.get(key)
+        if model is None:
+            if len(self._models) >= MAX_MODELS:
+                self._models.clear()
+            model = self._models[key] = _Calls()
         for stage in stages:
-            if stage.stage == semconv.SPAN_FORWARD and stage.items > 0:
+            if type(stage) is events.StageEnded and stage.stage == semconv.SPAN_FORWARD and stage.items > 0:
                 model.add(stage.at - stage.started_at, stage.items)
         return model.cost

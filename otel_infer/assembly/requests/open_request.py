@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -16,8 +15,6 @@ from otel_infer.assembly.records.process import Mark, Pause
 from otel_infer.assembly.records.request import UserEvent, UserLink
 from otel_infer.config import tenancy
 from otel_infer.ringbuffer import events as ring_events
-
-log = logging.getLogger(__name__)
 
 MAX_STAGES = 256
 """Stages stored per request."""
@@ -134,19 +131,6 @@ class OpenRequest:
     def may_prefill_again(self) -> bool:
         """Whether a sequence that joins with several tokens may be prefill, although the request has a token."""
         return self.steps_lost or self.sequences > 1
-
-    def apply_event(self, event: Any) -> bool:
-        """Applies an event and ignores unknown types. Returns False for an invalid event of user code."""
-        handler = _HANDLERS.get(type(event))
-        try:
-            if handler is not None:
-                handler(self, event)
-        except Exception:  # an invalid event of one request must not affect the others
-            if type(event) not in _REPORTED_TYPES:
-                _REPORTED_TYPES.add(type(event))
-                log.warning("%s was not applied; others are counted", type(event).__name__, exc_info=True)
-            return False
-        return True
 
     def mark_events_lost(self) -> None:
         """Records that events of its process before this instant are missing."""
@@ -315,11 +299,8 @@ def _add_out_of_memory(request: OpenRequest, event: ring_events.MemoryRefused) -
     request.events.append(UserEvent(event.at, semconv.EVENT_OUT_OF_MEMORY, sizes))
 
 
-_REPORTED_TYPES: set[type] = set()
-"""Types of events of which an invalid one was logged."""
-
-# One table for all: bound methods in each request would form a reference cycle, which only the collector frees.
-_HANDLERS: dict[type, Callable[[OpenRequest, Any], None]] = {
+# One table for all requests: bound methods in each request would form a reference cycle, which only the collector frees.
+HANDLERS: dict[type, Callable[[OpenRequest, Any], None]] = {
     ring_events.StageEnded: OpenRequest._add_stage,
     ring_events.BytesMoved: OpenRequest._add_stage,
     ring_events.CacheHeld: OpenRequest._add_cache_size,
@@ -339,6 +320,7 @@ _HANDLERS: dict[type, Callable[[OpenRequest, Any], None]] = {
     ring_events.MemoryRefused: _add_out_of_memory,
     ring_events.SpanLinked: lambda request, event: request.links.append(UserLink(event[1], event[2], {})),
     ring_events.LinkDescribed: _describe_link,
+    ring_events.OperationNamed: _attributes_setter(ring_events.OPERATION_KEYS),
     ring_events.BatchFormed: _attributes_setter(ring_events.BATCH_KEYS),
     ring_events.CallServed: _attributes_setter(ring_events.RPC_KEYS),
     ring_events.HttpDescribed: _attributes_setter(ring_events.HTTP_KEYS),
@@ -347,3 +329,4 @@ _HANDLERS: dict[type, Callable[[OpenRequest, Any], None]] = {
     ring_events.NameUpdated: lambda request, event: setattr(request, "span_name", event.name),
     ring_events.StateCarried: lambda request, event: setattr(request, "tracestate", event.tracestate),
 }
+"""How an event changes the request that it belongs to."""

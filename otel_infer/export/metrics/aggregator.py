@@ -144,7 +144,7 @@ class MetricsAggregator:
         found = self.http_requests.find_durations(record)
         histograms = [] if found is None else [found]
         if not record.operation:
-            return RequestSeries(histograms, None, self.series_version)
+            return RequestSeries(histograms, None, None, self.series_version)
         request_key, caller_key = self._request_keys.make_key(record), self._make_caller_key(record)
         of_requests, of_stages = (
             self._histograms[metric.name] for metric in (semconv.REQUEST_DURATION, semconv.STAGE_DURATION)
@@ -153,10 +153,12 @@ class MetricsAggregator:
         for stage in record.stages:
             key = (self._stages.admit_label(stage.name), semconv.CLOCK_HOST, *request_key)
             histograms.append(of_stages.get_or_create(key))
+        of_sizes = self._histograms[semconv.REQUEST_BATCH_SIZE.name]
+        sizes = of_sizes.get_or_create(request_key) if request_counters.find_batch_size(record) else None
         if not record.generative:
-            return RequestSeries(histograms, None, self.series_version)
+            return RequestSeries(histograms, sizes, None, self.series_version)
         self._number_series[semconv.REQUEST_PREEMPTIONS.name].add(request_key, 0)
-        return RequestSeries(histograms, (*request_key, *caller_key), self.series_version)
+        return RequestSeries(histograms, sizes, (*request_key, *caller_key), self.series_version)
 
     @property
     def series_version(self) -> tuple[int, int]:

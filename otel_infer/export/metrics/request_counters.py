@@ -20,10 +20,12 @@ from otel_infer.ringbuffer import events
 class RequestSeries(NamedTuple):
     """The series that count requests of one shape: of the HTTP request, of the request, and of its stages.
 
-    `causes`: key of the times of causes; None where they are not counted. `version`: of the aggregator.
+    `batch_sizes`: None where the request waited in no queue of the application. `causes`: key of the times of causes; None
+    where they are not counted. `version`: of the aggregator.
     """
 
     histograms: Sequence[Histogram]
+    batch_sizes: Histogram | None
     causes: Key | None
     version: tuple[int, int]
 

@@ -35,7 +35,6 @@ from otel_infer.ringbuffer.events.processes import (
     ThreadRan,
 )
 from otel_infer.ringbuffer.events.requests import (
-    OPERATION_KEYS,
     AttributeSet,
     BatchFormed,
     BytesMoved,
@@ -238,16 +237,12 @@ def _unpack_text(code: int, body: bytes) -> Any:
     return event
 
 
-EXPANDED_EVENTS = frozenset((ExchangeEnded, OperationNamed))
+EXPANDED_EVENTS = frozenset((ExchangeEnded,))
 """Events that stand for others in a ring."""
 
 
 def expand(event: Any) -> tuple[Any, ...]:
     """Returns the events that one event from a ring stands for, in order; nearly always the event itself."""
-    if type(event) is OperationNamed:
-        return tuple(
-            AttributeSet(event.at, key, name) for key, name in zip(OPERATION_KEYS, event[1:]) if name
-        )
     if type(event) is not ExchangeEnded:
         return (event,)
     at, route, http = event.at, event.route, event.http

@@ -20,12 +20,18 @@ from otel_infer.sidecar.ordinary_requests import OrdinaryRequest
 from otel_infer.sidecar.pipeline import Pipeline
 from tests.support.story import AFTER_ALL_EVENTS, CLOSED_METRICS_OUTLET, MS
 
-NAMES = ("tokenize", "queue", "forward", "my own", "prepare media", "fetch media", "ingress", "decode")
+NAMES = (
+    "tokenize", "queue", "forward", "forward", "queue wait", "batch wait", "accept", "my own", "prepare media",
+    "fetch media", "ingress", "decode",
+)  # fmt: skip
 OWN = events.SAMPLED | events.OWN_SERVER_SPAN
 
 
 class Served(NamedTuple):
-    """One request: lengths and distances in ms. `stages`: (name, distance, length, items). `pauses`: before its end."""
+    """One request: lengths and distances in ms. `stages`: (name, distance, length, items). `pauses`: before its end.
+
+    `batch`: the requests of its batch, 0 = it is in none; `links`: to others of them.
+    """
 
     flags: int = OWN
     operation: str = ""
@@ -39,6 +45,9 @@ class Served(NamedTuple):
     ended: tuple[Any, ...] = (events.OK, "", 200, 1, 1000, 0)
     extra: Any = None
     pauses: tuple[tuple[str, float], ...] = ()
+    batch: Any = 0
+    links: int = 0
+    rpc_method: str = ""
 
 
 class BatchCollector:
@@ -73,6 +82,12 @@ def record_events(requests: list[Served]) -> list[RecordedEvent]:
             began = at + int(distance * MS) + rng.randrange(1000)
             at = began + int(length * MS)
             add(events.StageEnded(at, began, name, items))
+        if served.batch:
+            add(events.BatchFormed(at, served.batch))
+        for _ in range(served.links):
+            add(events.SpanLinked(at, rng.randbytes(16), rng.randbytes(8)))
+        if served.rpc_method:
+            add(events.CallServed(at, "grpc", served.rpc_method, "OK"))
         if served.names_operation:
             for key in events.OPERATION_KEYS:
                 add(events.AttributeSet(at, key, "classify"))
@@ -126,9 +141,9 @@ stages = st.lists(
         st.sampled_from(NAMES),
         st.sampled_from([-1.0, 0.0, 0.5, 2.0]),
         st.sampled_from([0.0, 0.25, 3.0]),
-        st.sampled_from([-1, 0, 1, 5, 127, 128]),
+        st.sampled_from([-1, 0, 1, 5, 127, 128, 5000, 1 << 14]),
     ),
-    max_size=3,
+    max_size=4,
 ).map(tuple)
 extras = st.sampled_from(
     [
@@ -136,6 +151,7 @@ extras = st.sampled_from(
         events.AttributeSet(0, "http.extra", 1), events.SpanUnseen(0), events.NameUpdated(0, "own"),
         events.TokenReached(0), events.RequestScheduled(0), events.StateCarried(0, "ot=th:8"),
         events.SpanEventAdded(0, "event", {}), events.BytesMoved(0, 0, "h2d", 7, 1), events.StepsUnrecorded(0),
+        events.LinkDescribed(0, "", {"why": "x"}), events.AttributeSet(0, semconv.BATCH_REQUESTS, "x"),
         events.EngineFinished(0, "stop", 1), events.CacheHeld(0, 3), events.RequestSubmitted(0, 1, 2, 3, "sim"),
     ]
 )  # fmt: skip
@@ -169,6 +185,9 @@ served = st.builds(
         ),
         max_size=3,
     ).map(tuple),
+    batch=st.sampled_from([0, 0, 1, 2, 8, 200, 1 << 14]),
+    links=st.sampled_from([0, 0, 1, 2, 16, 17]),
+    rpc_method=st.sampled_from(["", "", "a.B/C"]),
 )
 
 
@@ -195,6 +214,7 @@ def test_shapes_change_nothing_that_is_exported(
 
 
 FORWARD = ("forward", 0.5, 3.0, 8)
+WAITS = ("queue wait", 0.5, 1.0, 0), ("batch wait", 0.0, 2.0, 4)
 
 
 @pytest.mark.parametrize(
@@ -213,10 +233,41 @@ def test_all_but_the_first_request_of_a_shape_are_ordinary(request_kind: Served)
     assert (exported, ordinary) == (export([request_kind] * 8, False, True, slow_percent=0)[0], 7)
 
 
+@pytest.mark.parametrize(
+    "request_kind",
+    [
+        Served(stages=(*WAITS, FORWARD), batch=4, links=3, response=0.5),
+        Served(stages=(*WAITS, ("forward", 0.5, 3.0, 300)), batch=200, links=16, response=0.5),
+        Served(stages=(*WAITS, FORWARD), batch=8, links=1, pauses=(("gc", 0.5), ("event_loop", 2.0))),
+        Served(stages=(("accept", -2.0, 1.5, 0), FORWARD), response=0.5),
+        Served(stages=(("queue wait", -2.0, 1.5, 0), FORWARD), response=0.5),
+        Served(name="a.B/C", route="", stages=(FORWARD,), response=0.5, rpc_method="a.B/C", ended=(0, "", 0, 1, 0, 0)),
+    ],
+    ids=["first of a batch", "large batch", "pauses in a batch", "wait in the socket", "wait before arrival", "gRPC"],
+)  # fmt: skip
+def test_a_request_that_waited_is_ordinary(request_kind: Served) -> None:
+    exported, ordinary = export([request_kind] * 8, True, True, slow_percent=0)
+    assert (exported, ordinary) == (export([request_kind] * 8, False, True, slow_percent=0)[0], 7)
+
+
+def test_calls_of_batches_are_divided_as_in_records() -> None:
+    """The cost model of the calls changes while requests of one shape are counted."""
+    kinds = [
+        Served(stages=(*WAITS, ("forward", 0.5, 1.0 + 0.5 * size, size)), batch=size, links=1, response=0.5)
+        for size in (2, 4, 8, 16)
+    ]
+    exported, ordinary = export(kinds * 32, True, True)
+    assert exported == export(kinds * 32, False, True)[0]
+    assert ordinary > 100
+    causes = dict(exported[1][-1])[semconv.LATENCY_DURATION.name].data_points
+    times = {point.attributes[semconv.LATENCY_CAUSE]: point.value for point in causes}
+    assert times[semconv.CAUSE_BATCHING] > times[semconv.CAUSE_DECODE] > 0
+
+
 def test_slow_requests_and_long_items_leave_their_shape() -> None:
     usual = Served(operation="chat", stages=(FORWARD,))
     slow = usual._replace(rest=900.0)
-    many = usual._replace(stages=(("forward", 0.5, 3.0, 300),))
+    many = usual._replace(stages=(("forward", 0.5, 3.0, 20_000),))
     requests = [*[usual] * 60, slow, many, *[usual] * 3]
     exported, ordinary = export(requests, True, False)
     assert exported == export(requests, False, False)[0]

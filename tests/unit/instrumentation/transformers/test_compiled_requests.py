@@ -330,9 +330,7 @@ def test_events_of_a_frequent_request(recording: Recording) -> None:
     assert recorded == [
         ("RequestArrived", "POST /"),
         ("AttributeSet", "gen_ai.response.id", "resp_chatcmpl-1"),
-        ("AttributeSet", "gen_ai.operation.name", "chat"),
-        ("AttributeSet", "gen_ai.provider.name", "transformers"),
-        ("AttributeSet", "gen_ai.request.model", "org/tiny"),
+        ("OperationNamed", "chat", "transformers", "org/tiny"),
         ("RequestSubmitted", 1, 3, 9, "transformers"),
         ("AttributeSet", "infer.request.id", "chatcmpl-1"),
         ("TokenReached",),
