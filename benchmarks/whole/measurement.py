@@ -46,6 +46,8 @@ RUNNING_RATE = 250
 FULL = Plan(10.0, 3.0, 16, 900.0, 6, 10.0, gil_samples.SAMPLES, 600.0, 60.0)
 QUICK = Plan(3.0, 1.0, 1, 0.0, 2, 2.0, 100, 5.0, 3.0)
 MAX_SETTLE_S, MIN_SETTLE_S, MAX_BACKLOG_S = 8.0, 0.5, 60.0
+MAX_RECOVERY_S, RECOVERED_S = 240.0, 10
+"""A sync worker of gunicorn waits 30 s for a request whose bytes the kernel dropped with a full backlog, and is then replaced."""
 
 
 @dataclass
@@ -144,12 +146,15 @@ def warm_up(served: ServedLoad, server: SwitchedServer, load: Load, seconds: flo
 
 
 def wait_for_backlog(load: Load, warm: Block) -> None:
-    """Waits until requests that queued while the server was sampled are answered; a minute at most."""
-    until = time.monotonic() + MAX_BACKLOG_S
-    while time.monotonic() < until:
-        firsts = load.measure_block(1.0).firsts
-        if len(firsts) and np.median(firsts) < 2 * np.median(warm.firsts):
-            return
+    """Waits until requests that queued while the server was sampled are answered, and none failed for `RECOVERED_S`; four
+    minutes at most."""
+    until, good = time.monotonic() + MAX_RECOVERY_S, 0
+    while good < RECOVERED_S and time.monotonic() < until:
+        block = load.measure_block(1.0)
+        is_good = (
+            len(block.firsts) and not block.errors and np.median(block.firsts) < 2 * np.median(warm.firsts)
+        )
+        good = good + 1 if is_good else 0
 
 
 def choose_settle_time(warm: Block) -> float:
