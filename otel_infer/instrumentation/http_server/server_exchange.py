@@ -81,6 +81,10 @@ class ServerExchange:
         """Returns the request's headers, names in lower case."""
         raise NotImplementedError
 
+    def list_context_headers(self) -> list[tuple[bytes, bytes]]:
+        """Returns the headers that name the caller's span, perhaps among others."""
+        return self.list_headers()
+
     def find_path(self) -> str:
         """Returns the path of the URL."""
         raise NotImplementedError
@@ -102,7 +106,7 @@ class ServerExchange:
         """Opens the request below a span of this process, or else below the span in the headers."""
         ambient = self._deferred is not None and has_active_span()
         around = current_context() if ambient else self._other_context
-        headers, name, owner = self.list_headers(), self.name_span(), self.owner
+        headers, name, owner = self.list_context_headers(), self.name_span(), self.owner
         request = None if around else open_from_headers(headers, name, owner, self.arrived_at)
         if request is None:
             request = open_by_propagators(headers, name, owner, around, self.arrived_at)
@@ -111,7 +115,7 @@ class ServerExchange:
             return None
         record_socket_wait(request, self.find_socket(), self.arrived_at)
         if caller.caller_settings is not tenancy.NO_CALLER_SETTINGS:
-            caller.record_caller(request, headers, self.find_path())
+            caller.record_caller(request, self.list_headers(), self.find_path())
         return request
 
     def attach(self) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 
 from otel_infer.instrumentation.hooks.probe import Hook
 from otel_infer.instrumentation.http_server.exchange import HttpExchange
+from otel_infer.instrumentation.http_server.parent_context import W3C_FIELDS, reads_w3c_only
 from otel_infer.instrumentation.http_server.server_exchange import can_record
 from otel_infer.instrumentation.waits import record_pool_wait
 from otel_infer.instrumentation.wsgi.waitress_queue import QueuedTask, find_task
@@ -16,6 +17,8 @@ from otel_infer.tracing.context import detach
 Environ = dict[str, Any]
 App = Callable[..., Iterable[bytes]]
 ENVIRON_KEY = "otel_infer.exchange"
+_W3C_HEADERS = tuple((f"HTTP_{name.upper()}", name.encode()) for name in W3C_FIELDS)
+"""The names of the W3C headers, in an environment and on the wire."""
 _OTHERS = tuple(
     f"opentelemetry.instrumentation.{name}" for name in ("wsgi", "flask", "django", "falcon", "pyramid")
 )
@@ -34,15 +37,23 @@ def begin_exchange(environ: Environ, hook: Hook) -> WsgiExchange | None:
         return None
 
 
-class WsgiExchange(HttpExchange):
-    """One HTTP request of a WSGI server."""
+def _read_length(headers: Iterable[tuple[str, str]]) -> int:
+    """Returns the `Content-Length` of a response; 0 if it has none."""
+    for name, value in headers:
+        if name.lower() == "content-length":
+            return int(value) if value.isdecimal() else 0
+    return 0
 
-    __slots__ = ("environ", "path", "prefix", "task")
+
+class WsgiExchange(HttpExchange):
+    """One HTTP request of a WSGI server. `announced_length`: of the body, in bytes; 0 = unknown, or no body."""
+
+    __slots__ = ("announced_length", "environ", "path", "prefix", "task")
 
     owner = "wsgi"
 
     def __init__(self, environ: Environ, hook: Hook) -> None:
-        self.environ = environ
+        self.environ, self.announced_length = environ, 0
         self.path, self.prefix = str(environ.get("PATH_INFO", "")), str(environ.get("SCRIPT_NAME", ""))
         self.task: QueuedTask = find_task(environ)
         has_other_span = any(name in sys.modules for name in _OTHERS)
@@ -56,6 +67,14 @@ class WsgiExchange(HttpExchange):
             (name[5:].replace("_", "-").lower().encode("latin-1"), value.encode("latin-1", "replace"))
             for name, value in self.environ.items()
             if name.startswith("HTTP_") and isinstance(value, str)
+        ]
+
+    def list_context_headers(self) -> list[tuple[bytes, bytes]]:
+        if not reads_w3c_only():
+            return self.list_headers()
+        values = [(name, self.environ.get(key)) for key, name in _W3C_HEADERS]
+        return [
+            (name, value.encode("latin-1", "replace")) for name, value in values if isinstance(value, str)
         ]
 
     def find_path(self) -> str:
@@ -99,12 +118,13 @@ class WsgiExchange(HttpExchange):
                 detach(token)
 
     def follow_start(self, start_response: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns the server's `start_response`, which notes the status on the way."""
+        """Returns the server's `start_response`, which notes status and length on the way."""
 
         def start_and_follow(status: Any, *args: Any, **kwargs: Any) -> Any:
             try:
                 code = status[:3] if isinstance(status, str) else ""
                 self.record_start(int(code) if code.isdigit() else 0)
+                self.announced_length = _read_length(args[0]) if args else 0
             except BaseException as exc:
                 self._hook.count_failure(exc)
             return start_response(status, *args, **kwargs)

@@ -23,7 +23,7 @@ def wrap_body(body: Any, exchange: WsgiExchange, environ: Environ) -> Any:
 
 
 class ResponseBody:
-    """The body of an application. Each chunk is computed in the context of its request.
+    """The body of an application. Each chunk is computed in the context of its request, up to the announced length.
 
     The server writes a chunk before it asks for the next one, so the time between is its wait for the client.
     """
@@ -31,7 +31,7 @@ class ResponseBody:
     def __init__(self, body: Any, exchange: WsgiExchange) -> None:
         self._body, self._exchange = body, exchange
         self._chunks: Iterator[Any] | None = None
-        self._yielded_at = 0
+        self._yielded_at = self._yielded = 0
 
     def __iter__(self) -> ResponseBody:
         return self
@@ -42,8 +42,13 @@ class ResponseBody:
             request.send_wait_ns += _clock.now() - self._yielded_at
         try:
             if self._chunks is None:
-                self._chunks = exchange.call(iter, self._body)
-            chunk = exchange.call(next, self._chunks)
+                chunk = exchange.call(self._begin)
+            elif (
+                0 < exchange.announced_length <= self._yielded
+            ):  # only the end is left, which no model computes
+                chunk = next(self._chunks)
+            else:
+                chunk = exchange.call(next, self._chunks)
         except StopIteration:
             exchange.completed_at = _clock.now()
             exchange.end()
@@ -52,8 +57,14 @@ class ResponseBody:
             exchange.end(exc)
             raise
         self._yielded_at = _clock.now()
+        self._yielded += len(chunk) if isinstance(chunk, bytes) else 0
         exchange.record_chunk(chunk, self._yielded_at)
         return chunk
+
+    def _begin(self) -> Any:
+        """Returns the first chunk."""
+        self._chunks = iter(self._body)
+        return next(self._chunks)
 
     def close(self) -> None:
         """Closes the application's body. Where it was not read to its end, the client has left."""

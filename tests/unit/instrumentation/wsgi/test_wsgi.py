@@ -124,6 +124,26 @@ def test_body_is_computed_in_the_context_of_its_request(recording: Recording) ->
     assert find_record(recording).outcome == events.OK
 
 
+@pytest.mark.parametrize(("length", "is_current_at_end"), [("2", False), ("3", True), ("two", True)])
+def test_a_body_of_known_length_is_complete_with_its_last_byte(
+    length: str, is_current_at_end: bool, recording: Recording
+) -> None:
+    current: list[bool] = []
+
+    def answer(environ: Environ, start_response: Callable[..., Any]) -> Iterator[bytes]:
+        reach_model()
+        start_response("200 OK", [("Content-Type", "text/plain"), ("Content-Length", length)])
+        for _ in range(2):
+            current.append(start.current_request() is not None)
+            yield b"x"
+        current.append(start.current_request() is not None)
+
+    assert call(answer, make_environ()) == ("200 OK", b"xx")
+    assert current == [True, True, is_current_at_end]
+    record = find_record(recording)
+    assert (record.outcome, record.chunks, record.error_type) == (events.OK, 2, "")
+
+
 def test_thread_is_known_while_it_works_for_its_request(recording: Recording) -> None:
     """The sidecar finds the code of a late request by its thread."""
 
