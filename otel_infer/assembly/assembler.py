@@ -44,8 +44,8 @@ class Assembler:
 
     def __init__(self) -> None:
         self.open_requests: dict[Key, OpenRequest] = {}
-        self.engines, self._failed_kinds = dict[int, EngineStepLog](), set[type]()
-        self._seen_step_kinds: dict[tuple[int, str], StepKinds] = {}
+        self.engines, self._seen_step_kinds = dict[int, EngineStepLog](), dict[tuple[int, str], StepKinds]()
+        self._failed_kinds = set[type]()
         self.events_lost = self.events_torn = self.requests_seen = 0
         self.steps: list[StepRecord] = []
         self.workers, self.processes, self._clocks = WorkerState(), ProcessState(), GpuClocks()

@@ -1,4 +1,4 @@
-"""What the ordinary requests of one shape have in common, and how their time divides among causes."""
+"""The common data of the ordinary requests of one shape, and the division of their time among causes."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class RequestShape:
         """Moves the time of calls that is for the other requests of the batch to `batching`."""
         cost = shaped.request.cost_model
         for number in self.calls:
-            for items in shaped.numbers[number]:
+            for items in shaped.numbers[number]:  # one, or none if it is unknown
                 of_others = estimate_time_for_others(cost, shaped.batch, int(items), shaped.lengths[number])
                 times[0] += of_others
                 times[self.slots[number]] -= of_others

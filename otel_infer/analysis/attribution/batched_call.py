@@ -18,8 +18,8 @@ def estimate_batching_time(record: RequestRecord, stage: Stage) -> int:
 def estimate_time_for_others(cost: StepCostModel | None, requests: int, items: int, length: int) -> int:
     """Returns how much longer a call of `length` ns took because of the other requests among `requests`, ns.
 
-    That is what their items cost by the calls of this model of other sizes, at most their share of the call. 0 for a
-    call of one request, and before calls of two sizes were seen.
+    The cost of their items is known from calls of this model with other sizes. The time is at most their share of the
+    call. It is 0 for a call of one request, and before calls of two sizes were seen.
     """
     if cost is None or not 1 < requests <= items:
         return 0

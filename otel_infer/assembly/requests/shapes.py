@@ -72,20 +72,24 @@ def find_shape(request: OpenRequest) -> ShapedRequest | None:
         return None
     names, starts, ends, numbers = zip(*stages) if stages else ((),) * 4
     fields = (
-        _make_key(request, ended, (names, numbers), batch), request, request.arrived_at, ended.at, starts, ends,
+        _make_key(request, ended, names, numbers, batch), request, request.arrived_at, ended.at, starts, ends,
         [until - since for since, until in zip(starts, ends)], numbers, batch,
     )  # fmt: skip
     return make_tuple(ShapedRequest, fields)  # type: ignore[no-any-return]
 
 
 def _make_key(
-    request: OpenRequest, ended: events.RequestEnded, stages: tuple[Any, Any], batch: int
+    request: OpenRequest,
+    ended: events.RequestEnded,
+    names: Sequence[str],
+    numbers: Sequence[tuple[float, ...]],
+    batch: int,
 ) -> tuple[Any, ...]:
     """Returns all that requests of one shape have in common. Of a number that is its width as a varint.
 
-    `stages`: names, and numbers of each.
+    `names`, `numbers`: of the stages.
     """
-    attributes, (names, numbers) = request.attributes, stages
+    attributes = request.attributes
     values = [*attributes.values()]
     if batch:
         values[[*attributes].index(semconv.BATCH_REQUESTS)] = batch > _ONE_BYTE

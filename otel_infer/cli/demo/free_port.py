@@ -6,14 +6,14 @@ import random
 import socket
 
 PORTS = range(20_000, 32_000)
-"""Below those that Linux gives to clients and to listeners on port 0: none of them takes it before the server starts."""
+"""Linux gives higher ports to clients and to listeners on port 0, so no other program takes one of these by chance."""
 _TRIES = 100
 _random = random.SystemRandom()
 """A seed of the program does not make two processes choose the same."""
 
 
 def find_free_port() -> int:
-    """Returns a port on which nothing listens. Raises RuntimeError if there is none among those that were tried."""
+    """Returns a port on which nothing listens. Raises RuntimeError if every port that it tries is taken."""
     for port in _random.sample(PORTS, _TRIES):
         with socket.socket() as probe:
             try:

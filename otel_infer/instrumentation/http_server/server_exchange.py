@@ -26,7 +26,7 @@ from otel_infer.tracing.deferred_request import DeferredRequest
 
 
 def encode_headers(headers: Iterable[tuple[Any, Any]]) -> list[tuple[bytes, bytes]]:
-    """Returns headers as ASGI has them: names in lower case, both as bytes. What is no text is left out."""
+    """Returns headers as ASGI has them: names in lower case, both as bytes. Headers that are no text are left out."""
     return [
         (name.lower().encode("latin-1", "replace"), value.encode("latin-1", "replace"))
         for name, value in headers
@@ -106,7 +106,9 @@ class ServerExchange:
         """Opens the request below a span of this process, or else below the span in the headers."""
         ambient = self._deferred is not None and has_active_span()
         around = current_context() if ambient else self._other_context
-        headers, name, owner = self.list_context_headers(), self.name_span(), self.owner
+        has_caller = caller.caller_settings is not tenancy.NO_CALLER_SETTINGS
+        headers = self.list_headers() if has_caller else self.list_context_headers()
+        name, owner = self.name_span(), self.owner
         request = None if around else open_from_headers(headers, name, owner, self.arrived_at)
         if request is None:
             request = open_by_propagators(headers, name, owner, around, self.arrived_at)
@@ -114,8 +116,8 @@ class ServerExchange:
         if request is None:
             return None
         record_socket_wait(request, self.find_socket(), self.arrived_at)
-        if caller.caller_settings is not tenancy.NO_CALLER_SETTINGS:
-            caller.record_caller(request, self.list_headers(), self.find_path())
+        if has_caller:
+            caller.record_caller(request, headers, self.find_path())
         return request
 
     def attach(self) -> Any:

@@ -37,9 +37,12 @@ def begin_exchange(environ: Environ, hook: Hook) -> WsgiExchange | None:
         return None
 
 
-def _read_length(headers: Iterable[tuple[str, str]]) -> int:
-    """Returns the `Content-Length` of a response; 0 if it has none."""
-    for name, value in headers:
+def _read_length(headers: Any) -> int:
+    """Returns the `Content-Length` of a response; 0 if it has none. `headers`: a list by PEP 3333.
+
+    Anything else is for the server: an iterator would be empty once it is read here.
+    """
+    for name, value in headers if isinstance(headers, (list, tuple)) else ():
         if name.lower() == "content-length":
             return int(value) if value.isdecimal() else 0
     return 0

@@ -144,6 +144,17 @@ def test_a_body_of_known_length_is_complete_with_its_last_byte(
     assert (record.outcome, record.chunks, record.error_type) == (events.OK, 2, "")
 
 
+def test_headers_that_are_an_iterator_are_left_to_the_server(recording: Recording) -> None:
+    sent: list[tuple[str, str]] = []
+
+    def answer(environ: Environ, start_response: Callable[..., Any]) -> Iterable[bytes]:
+        start_response("200 OK", iter([("Content-Length", "2")]))
+        return [b"xx"]
+
+    body = wsgi.wrap(answer)(make_environ(), lambda status, headers: sent.extend(headers))
+    assert (b"".join(body), sent) == (b"xx", [("Content-Length", "2")])
+
+
 def test_thread_is_known_while_it_works_for_its_request(recording: Recording) -> None:
     """The sidecar finds the code of a late request by its thread."""
 
