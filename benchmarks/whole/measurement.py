@@ -46,8 +46,6 @@ RUNNING_RATE = 250
 FULL = Plan(10.0, 3.0, 16, 900.0, 6, 10.0, gil_samples.SAMPLES, 600.0, 60.0)
 QUICK = Plan(3.0, 1.0, 1, 0.0, 2, 2.0, 100, 5.0, 3.0)
 MAX_SETTLE_S, MIN_SETTLE_S, MAX_BACKLOG_S = 8.0, 0.5, 60.0
-MAX_RECOVERY_S, RECOVERED_S = 240.0, 10
-"""A sync worker of gunicorn waits 30 s for a request whose bytes the kernel dropped with a full backlog, and is then replaced."""
 
 
 @dataclass
@@ -92,15 +90,16 @@ def measure_server(
     if result.is_complete:
         return
     result.environment = machine.describe_machine()
-    with start_server(served, model) as (server, folder), run_load(served, model, server, folder) as load:
-        warm = warm_up(served, server, load, plan.warm_up_s)
-        if not result.sidecar:
-            result.sidecar = measure_sidecar(server, plan)
+    if not (result.sidecar and result.samples):
+        with start_server(served, model) as (server, folder), run_load(served, model, server, folder) as load:
+            warm_up(served, server, load, plan.warm_up_s)
+            result.sidecar = result.sidecar or measure_sidecar(server, plan)
             result.save(path)
-        if not result.samples:
             sample_server(server, folder, served.sample_rate, plan, result)
             result.save(path)
-        wait_for_backlog(load, warm)
+    # The stops of the samples leave a backlog, in which a worker of gunicorn is replaced. So the rounds have a server of their own.
+    with start_server(served, model) as (server, folder), run_load(served, model, server, folder) as load:
+        warm = warm_up(served, server, load, plan.warm_up_s)
         settle_s = choose_settle_time(warm)
         block_s = max(plan.block_s, settle_s) if plan is FULL else plan.block_s
         while not _is_done(result, plan, is_conclusive):
@@ -143,18 +142,6 @@ def warm_up(served: ServedLoad, server: SwitchedServer, load: Load, seconds: flo
     if not warm.units or warm.errors:
         raise RuntimeError(f"{server.read_log()}\n{served.name}: {warm.units} units, {warm.errors} errors")
     return warm
-
-
-def wait_for_backlog(load: Load, warm: Block) -> None:
-    """Waits until requests that queued while the server was sampled are answered, and none failed for `RECOVERED_S`; four
-    minutes at most."""
-    until, good = time.monotonic() + MAX_RECOVERY_S, 0
-    while good < RECOVERED_S and time.monotonic() < until:
-        block = load.measure_block(1.0)
-        is_good = (
-            len(block.firsts) and not block.errors and np.median(block.firsts) < 2 * np.median(warm.firsts)
-        )
-        good = good + 1 if is_good else 0
 
 
 def choose_settle_time(warm: Block) -> float:

@@ -23,7 +23,7 @@ COLUMNS = {
 }
 """Headings, and the claims of `benchmarks.whole.lines` below them."""
 NO_RESULTS = """\
-There is no table yet, because no result of the present code is committed. These commands make it:
+There is no table yet, because no result is committed. These commands make it:
 
 ```sh
 make bench-whole                          # transformers, FastAPI, a batcher
@@ -46,14 +46,15 @@ def build_whole_section(results: Path = RESULTS) -> str:
     known = {served.name for served in servers.list_all_servers()}
     absent = sorted(known - {entry["name"] for entry in saved["servers"]})
     if absent:
-        parts.append(f"Not measured with this code: {', '.join(f'`{name}`' for name in absent)}.\n")
-    parts.append(f"Source code of the measurement: `{saved['source']}`.\n")
+        parts.append(f"Not measured: {', '.join(f'`{name}`' for name in absent)}.\n")
     return "\n".join(parts)
 
 
 def _build_table(server: str, entries: list[dict[str, Any]]) -> str:
     measured_on = {
-        ", ".join(f"{name} {value}" for name, value in entry["environment"].items()) for entry in entries
+        ", ".join(f"{name} {value}" for name, value in entry["environment"].items())
+        + f", source code `{entry['source']}`"
+        for entry in entries
     }
     return "\n".join(
         [

@@ -16,14 +16,14 @@ from tests.benchmarks.test_whole_verdicts import make_result
 STREAMS, BATCHER = "transformers-serve-8", "batcher"
 
 
-def write_results(folder: Path, results: dict[str, ServerResult], source: str = "x") -> Path:
+def write_results(folder: Path, results: dict[str, ServerResult]) -> Path:
     """Keeps these results as the section does, and writes the file that is committed."""
     for name, result in results.items():
         result.is_complete, result.environment = True, {"processor": "a processor", "python": "3.11"}
         result.save(folder / f"{name}.json")
     entries, _ = whole_results.collect_results(folder, "x")
     path = folder / "whole.json"
-    path.write_text(json.dumps({"source": source, "servers": entries}))
+    path.write_text(json.dumps({"servers": entries}))
     return path
 
 
@@ -43,6 +43,12 @@ def test_only_complete_results_of_this_source_code_are_collected(tmp_path: Path)
     entries, missing = whole_results.collect_results(tmp_path, "x")
     assert [entry["name"] for entry in entries] == [STREAMS]
     assert {"transformers-serve-1", "vllm-8", BATCHER} < set(missing)
+
+
+def test_a_new_result_replaces_the_published_one_of_its_server_alone() -> None:
+    published = [{"name": BATCHER, "source": "old"}, {"name": STREAMS, "source": "old"}]
+    merged = whole_results.merge_entries(published, [{"name": BATCHER, "source": "new"}])
+    assert {entry["name"]: entry["source"] for entry in merged} == {BATCHER: "new", STREAMS: "old"}
 
 
 def test_the_table_has_every_figure_of_the_file(tmp_path: Path) -> None:
@@ -65,7 +71,7 @@ def test_the_table_has_every_figure_of_the_file(tmp_path: Path) -> None:
     assert rows["200 requests/s"][4] == "2 µs"
     assert "### transformers serve\n" in section
     assert "### a hand-made batcher\n" in section
-    assert "Measured on: processor a processor, python 3.11." in section
+    assert "Measured on: processor a processor, python 3.11, source code `x`." in section
 
 
 def test_lines_that_fail_are_shown_as_failing(tmp_path: Path) -> None:
@@ -88,7 +94,7 @@ def test_what_is_not_conclusive_is_no_pass(tmp_path: Path) -> None:
 
 def test_servers_without_a_result_are_named(tmp_path: Path) -> None:
     section = whole_servers.build_whole_section(write_results(tmp_path, {STREAMS: make_result(1.0)}))
-    assert "Not measured with this code: `batcher`, `flask-gunicorn`, `forward`, `generate-1`" in section
+    assert "Not measured: `batcher`, `flask-gunicorn`, `forward`, `generate-1`" in section
 
 
 def test_a_line_without_a_column_is_an_error(tmp_path: Path) -> None:

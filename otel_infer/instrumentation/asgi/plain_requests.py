@@ -21,11 +21,12 @@ from otel_infer.instrumentation.asgi.server_connection import can_follow
 from otel_infer.instrumentation.hooks.compiled_hook import compile_hook
 from otel_infer.instrumentation.hooks.probe import Hook
 from otel_infer.instrumentation.http_server.local_address import announce_address
-from otel_infer.instrumentation.http_server.parent_context import has_provider, reads_w3c_only
+from otel_infer.instrumentation.http_server.parent_context import has_provider
 from otel_infer.ringbuffer import events
 from otel_infer.ringbuffer.native import native
 from otel_infer.ringbuffer.recorder import CHECK_NS, recorder
 from otel_infer.tracing import caller, context, request_span
+from otel_infer.tracing.header_reader import reads_w3c_only
 from otel_infer.tracing.span_ids import LazySpanIds, RemoteParent
 
 

@@ -4,47 +4,24 @@ from __future__ import annotations
 
 from binascii import unhexlify
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
-from opentelemetry import baggage, propagate, trace
-from opentelemetry.baggage.propagation import W3CBaggagePropagator
+from opentelemetry import baggage, trace
 from opentelemetry.context import Context
-from opentelemetry.propagators.composite import CompositePropagator
-from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from otel_infer.ringbuffer.events import OWN_SERVER_SPAN
 from otel_infer.ringbuffer.recorder import CHECK_NS, recorder
 from otel_infer.tracing import context, request_span, start
+from otel_infer.tracing.header_reader import get_header_reader, reads_w3c_only
 from otel_infer.tracing.span_ids import NO_REMOTE_PARENT, LazySpanIds, RemoteParent
 
 Tokens = tuple[Any, ...]
 """Context tokens, for `detach_all`."""
 
-W3C_FIELDS = frozenset(("traceparent", "tracestate", "baggage"))
-
 TRACEPARENT_BYTES, REMOTE_PARENT_BYTES = 55, 26
 _DASH, _NO_TRACE, _NO_SPAN = ord("-"), bytes(16), bytes(8)
 
-
-class _HeaderReader(NamedTuple):
-    """How the global propagator reads headers.
-
-    `header_names`: all headers it reads; None = it may read headers beyond its declared fields.
-    `is_w3c`: it is the W3C propagator, so the result of a lone `traceparent` is known without calling it.
-    """
-
-    propagator: Any
-    header_names: frozenset[bytes] | None
-    is_w3c: bool
-
-
-_header_reader = _HeaderReader(None, None, False)
 _had_no_provider = False
-
-
-def reads_w3c_only() -> bool:
-    """Returns whether the global propagator reads the W3C headers and nothing else."""
-    return _get_header_reader().is_w3c
 
 
 def has_provider() -> bool:
@@ -99,12 +76,7 @@ def parse_remote_parent(headers: Iterable[tuple[bytes, bytes]]) -> RemoteParent 
     Nearly all requests are of this kind. `NO_REMOTE_PARENT`: there is no `traceparent`. None: the propagators must
     read the headers.
     """
-    reader = (
-        _header_reader
-        if propagate.get_global_textmap() is _header_reader.propagator
-        else _get_header_reader()
-    )
-    if not reader.is_w3c:
+    if not reads_w3c_only():
         return None
     pairs = headers if isinstance(headers, list) else list(headers)
     value_by_name = dict(pairs)
@@ -139,7 +111,7 @@ def open_from_headers(
         return None
     if not recorder.active or arrived_at - recorder.maintained_at > CHECK_NS:  # that is due before
         return None
-    if propagate.get_global_textmap() is not _header_reader.propagator or not _header_reader.is_w3c:
+    if not reads_w3c_only():
         return None
     opened = writer.open_below_remote(headers, name, arrived_at, OWN_SERVER_SPAN, *factory.plain_sampler)
     if opened is None:
@@ -170,31 +142,13 @@ def extract_context(headers: Iterable[tuple[bytes, bytes]], around: Context) -> 
 
     Returns `around` unchanged if a propagator raises.
     """
-    names = _get_header_reader().header_names
+    names = get_header_reader().header_names
     carrier: dict[str, str] = {}
     for name, value in headers:
         if names is None or name in names:
             key, text = name.decode("latin-1"), value.decode("latin-1")
             carrier[key] = f"{carrier[key]},{text}" if key in carrier else text
     return context.extract(carrier, around) if carrier else around
-
-
-def _get_header_reader() -> _HeaderReader:
-    global _header_reader
-    propagator = propagate.get_global_textmap()
-    if propagator is not _header_reader.propagator:
-        _header_reader = _make_header_reader(propagator)
-    return _header_reader
-
-
-def _make_header_reader(propagator: Any) -> _HeaderReader:
-    # Other propagators may read headers whose names only begin with a declared field.
-    is_known = propagator.fields <= W3C_FIELDS
-    names = frozenset(field.encode() for field in propagator.fields) if is_known else None
-    composite = type(propagator) is CompositePropagator
-    parts = set(map(type, getattr(propagator, "_propagators", ()) if composite else (propagator,)))
-    w3c_types = {TraceContextTextMapPropagator, W3CBaggagePropagator}
-    return _HeaderReader(propagator, names, TraceContextTextMapPropagator in parts and parts <= w3c_types)
 
 
 def detach_all(tokens: Tokens) -> None:

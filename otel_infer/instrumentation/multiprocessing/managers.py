@@ -20,32 +20,35 @@ from otel_infer.instrumentation.multiprocessing.queues import (
     note_wait,
     take_item,
 )
+from otel_infer.tracing import context
+from otel_infer.tracing.request_span import REQUEST_KEY
+from otel_infer.tracing.work import Work
 
-PUTS, TAKES = ("put", "put_nowait"), ("get", "get_nowait")
+PUTS = ("put", "put_nowait")
+FOLLOWED = frozenset((*PUTS, "get", "get_nowait"))
 QUEUE_PROXY = "Queue]"
 """The name of a proxy's class ends with it: `AutoProxy[Queue]`, `AutoProxy[JoinableQueue]`."""
 
 
 class CarriedItem:
-    """An item on its way through a manager, with who has put it."""
+    """An item on its way through a manager, with the fields of the `Trailer` of who has put it."""
 
-    __slots__ = ("item", "trailer")
+    __slots__ = ("fields", "item")
 
-    def __init__(self, item: Any, trailer: Trailer) -> None:
-        self.item, self.trailer = item, trailer
+    def __init__(self, item: Any, fields: tuple[Any, ...]) -> None:
+        self.item, self.fields = item, fields
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return restore_item, (self.item, tuple(self.trailer))
+        return restore_item, (self.item, self.fields)
 
 
 def restore_item(item: Any, fields: tuple[Any, ...]) -> Any:
     """Returns the item in the process that takes it, which works for its request from now on; else the wrapper."""
-    trailer = Trailer(*fields)
     if _is_manager():
-        return CarriedItem(item, trailer)
+        return CarriedItem(item, fields)
     if _hooks and _hooks[-1].alive:
         try:
-            take_item(trailer)
+            take_item(Trailer(*fields))
         except Exception as exc:
             _hooks[-1].count_failure(exc)
     return item
@@ -68,18 +71,19 @@ def _patch_call(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     _hooks.append(hook)
 
     def call_method(self: Any, methodname: str, args: Any = (), kwds: Any = {}) -> Any:  # noqa: B006 (as the original)
-        if not hook.alive or not _is_local_queue(self):
+        if methodname not in FOLLOWED or not hook.alive or not _is_local_queue(self):
             return original(self, methodname, args, kwds)
-        if methodname in TAKES:
-            close_joined(hook)
-            try:
-                return original(self, methodname, args, kwds)
-            except BaseException:
-                note_wait(hook)
-                raise
+        work = context.current_context().get(REQUEST_KEY)
         if methodname in PUTS:
-            args = _wrap_item(args, hook)
-        return original(self, methodname, args, kwds)
+            return original(self, methodname, args if work is None else _wrap_item(args, hook), kwds)
+        if type(work) is not Work:  # such as a task that polls for results
+            return original(self, methodname, args, kwds)
+        close_joined(hook)
+        try:
+            return original(self, methodname, args, kwds)
+        except BaseException:
+            note_wait(hook)
+            raise
 
     return call_method
 
@@ -94,7 +98,7 @@ def _wrap_item(args: Any, hook: Hook) -> Any:
     """Returns the arguments of a put, with the item of a request wrapped."""
     try:
         trailer = describe_put(args[0]) if args else None
-        return args if trailer is None else (CarriedItem(args[0], trailer), *args[1:])
+        return args if trailer is None else (CarriedItem(args[0], tuple(trailer)), *args[1:])
     except Exception as exc:
         hook.count_failure(exc)
         return args

@@ -8,11 +8,11 @@ from typing import Any
 
 from otel_infer.instrumentation.hooks.probe import Hook
 from otel_infer.instrumentation.http_server.exchange import HttpExchange
-from otel_infer.instrumentation.http_server.parent_context import W3C_FIELDS, reads_w3c_only
 from otel_infer.instrumentation.http_server.server_exchange import can_record
 from otel_infer.instrumentation.waits import record_pool_wait
 from otel_infer.instrumentation.wsgi.waitress_queue import QueuedTask, find_task
 from otel_infer.tracing.context import detach
+from otel_infer.tracing.header_reader import W3C_FIELDS, reads_w3c_only
 
 Environ = dict[str, Any]
 App = Callable[..., Iterable[bytes]]

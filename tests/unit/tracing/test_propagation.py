@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from opentelemetry import baggage, propagate, trace
+from opentelemetry.context import Context
+from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, TraceState
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from otel_infer import _clock
 from otel_infer.ringbuffer import events
-from otel_infer.tracing import propagation, request_span, start
+from otel_infer.tracing import context, propagation, request_span, start
 from tests.support.rings import Recording
 
 
@@ -80,3 +84,71 @@ def test_fragment_without_a_slot_records_nothing(request_: request_span.RequestS
     fragment = propagation.RequestFragment(0, b"x" * 8, 0)
     fragment.record_event(events.RequestReceived(_clock.now()))
     assert fragment.packed == bytes(4)
+
+
+# ── without the propagators ──────────────────────────────────────────────────────────────────────────────────────────
+
+PARENTS = [
+    SpanContext(1, 2, True, TraceFlags(0)),
+    SpanContext(1, 2, True, TraceFlags(1)),
+    SpanContext(1, 2, True, TraceFlags(1), TraceState([("vendor", "x")])),
+    SpanContext(1, 2, True, TraceFlags(3)),
+]
+
+
+def open_below(parent: SpanContext) -> request_span.RequestSpan:
+    """Opens a request below this span, and makes it current."""
+    around = trace.set_span_in_context(NonRecordingSpan(parent), Context())
+    request = start.open_request("POST /", owner="test", around=around)
+    assert request is not None
+    request.attach()
+    return request
+
+
+@pytest.mark.parametrize("parent", PARENTS, ids=["not_sampled", "sampled", "with_state", "other_flag"])
+@pytest.mark.parametrize("has_baggage", [False, True], ids=["", "with_baggage"])
+def test_headers_and_context_are_those_of_the_propagators(
+    recording: Recording, parent: SpanContext, has_baggage: bool
+) -> None:
+    open_below(parent)
+    if has_baggage:
+        context.attach(baggage.set_baggage("user", "x"))
+    request = start.current_request()
+    assert request is not None
+    expected: dict[str, str] = {}
+    propagate.inject(expected)
+    headers = propagation.inject(request)
+    assert {name: text for name, text in headers.items() if name != propagation.REQUEST_HEADER} == expected
+    joined = propagation.join_as_span(headers)
+    assert joined is not None
+    read = propagate.extract(expected, Context())
+    assert context.span_context(joined.around) == context.span_context(read)
+    assert baggage.get_all(joined.around) == baggage.get_all(read)
+    context.attach(Context())
+
+
+class RenamedPropagator(TraceContextTextMapPropagator):
+    """Writes another header than the W3C propagator."""
+
+    _TRACEPARENT_HEADER_NAME = "renamed"
+
+
+def test_other_propagators_are_called(recording: Recording) -> None:
+    known = propagate.get_global_textmap()
+    propagate.set_global_textmap(RenamedPropagator())
+    try:
+        headers = propagation.inject(open_below(PARENTS[1]))
+        joined = propagation.join_as_span(headers)
+    finally:
+        propagate.set_global_textmap(known)
+        context.attach(Context())
+    assert headers.keys() == {"renamed", propagation.REQUEST_HEADER}
+    assert joined is not None and context.span_context(joined.around).trace_id == 1
+
+
+@pytest.mark.parametrize("text", ["", "01", "00-1-2-01", "x"])
+def test_a_damaged_traceparent_joins_the_request_without_a_span(
+    request_: request_span.RequestSpan, text: str
+) -> None:
+    joined = propagation.join_as_span({**propagation.inject(request_), "traceparent": text})
+    assert joined is not None and joined.ids[:2] == request_.ids[:2]

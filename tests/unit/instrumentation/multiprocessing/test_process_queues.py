@@ -166,7 +166,7 @@ def test_item_of_a_manager_s_queue_unwraps_itself_where_it_is_taken(
 ) -> None:
     request = open_request()
     trailer = queues.Trailer(OTHER_PID, time.monotonic_ns(), queues.list_headers(request))
-    data = pickle.dumps(("#RETURN", managers.CarriedItem({"rows": 1}, trailer)))
+    data = pickle.dumps(("#RETURN", managers.CarriedItem({"rows": 1}, tuple(trailer))))
     monkeypatch.setattr(managers, "_is_manager", lambda: True)
     kept = pickle.loads(data)[1]
     assert isinstance(kept, managers.CarriedItem) and count_open() == 1
