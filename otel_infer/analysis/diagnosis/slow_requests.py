@@ -158,7 +158,9 @@ def ttft_or_duration(record: RequestRecord) -> int:
 def median_gap_ms(served: list[RequestRecord]) -> float:
     """Returns the median over requests of their median time between tokens, ms; 0 where nothing was streamed."""
     sample = served[:: max(len(served) // MEDIAN_SAMPLES, 1)]
-    medians = [float(np.median(record.gaps_ns())) for record in sample if record.summary.gaps]
+    medians = [
+        float(np.median(gaps)) for record in sample if record.summary.gaps and len(gaps := record.gaps_ns())
+    ]
     return float(np.median(medians)) / NS_PER_MS if medians else 0.0
 
 
