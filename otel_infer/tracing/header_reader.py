@@ -39,7 +39,10 @@ def get_header_reader() -> HeaderReader:
 
 def reads_w3c_only() -> bool:
     """Returns whether the global propagator reads the W3C headers and nothing else."""
-    return get_header_reader().is_w3c
+    is_known = (
+        propagate.get_global_textmap() is _reader.propagator
+    )  # nearly always, which saves a call per request
+    return (_reader if is_known else get_header_reader()).is_w3c
 
 
 def _make_header_reader(propagator: Any) -> HeaderReader:

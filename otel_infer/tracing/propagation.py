@@ -13,7 +13,7 @@ from typing import Any
 
 from opentelemetry import baggage, propagate, trace
 from opentelemetry.context import Context
-from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags
+from opentelemetry.trace import NonRecordingSpan
 
 from otel_infer import _clock
 from otel_infer.ringbuffer import events
@@ -21,13 +21,11 @@ from otel_infer.ringbuffer.recorder import recorder
 from otel_infer.tracing import context, request_span
 from otel_infer.tracing.header_reader import TRACEPARENT, reads_w3c_only
 from otel_infer.tracing.propagator_warnings import call_propagators
-from otel_infer.tracing.span_ids import LazySpanIds
+from otel_infer.tracing.span_ids import LazySpanIds, format_traceparent, to_span_context
 
 REQUEST_HEADER = "otel-infer-request"
 """Sent beside the standard headers, because another instrumentation below may replace those by its own."""
 
-_FLAGS = {"00": TraceFlags(TraceFlags.DEFAULT), "01": TraceFlags(TraceFlags.SAMPLED)}
-"""The end of a `traceparent` ─▶ the flags that it stands for."""
 JOINED = "process"
 """Owner of the live span of a request that another process has opened."""
 
@@ -124,21 +122,16 @@ def _to_headers(request: request_span.RequestSpan) -> dict[str, str]:
     carrier: dict[str, str] = {}
     span = request.get_span_context()
     if span.is_valid and not span.trace_state and reads_w3c_only() and not baggage.get_all():
-        carrier[TRACEPARENT] = _format_parent(request.ids[0], request.ids[1]) + f"{span.trace_flags:02x}"
+        carrier[TRACEPARENT] = format_traceparent(span)
         return carrier
     call_propagators(propagate.inject, carrier, trace.set_span_in_context(NonRecordingSpan(span)))
     return carrier
 
 
-def _format_parent(trace_id: bytes, span_id: bytes) -> str:
-    """Returns a `traceparent` up to its flags."""
-    return f"00-{trace_id.hex()}-{span_id.hex()}-"
-
-
 def _read_context(headers: Mapping[str, str], ids: bytes) -> Context:
     """Returns the context that the propagators read. Headers that `_to_headers` wrote without them are read without them."""
-    flags = _FLAGS.get(headers.get(TRACEPARENT, "").removeprefix(_format_parent(ids[:16], ids[16:])))
-    if flags is None or len(headers) > 2 or not reads_w3c_only():
+    text = headers.get(TRACEPARENT, "")
+    span = to_span_context(bytes(1) + ids + bytes([text.endswith("1")]))
+    if span is None or text != format_traceparent(span) or len(headers) > 2 or not reads_w3c_only():
         return context.extract(headers, Context())
-    span = SpanContext(int.from_bytes(ids[:16], "big"), int.from_bytes(ids[16:], "big"), True, flags)
     return Context({context.SPAN_KEY: NonRecordingSpan(span)})

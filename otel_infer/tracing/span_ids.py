@@ -172,6 +172,11 @@ def to_span_context(parent: RemoteParent) -> SpanContext | None:
     return SpanContext(*ids, True, TraceFlags(parent[25]))
 
 
+def format_traceparent(span: SpanContext) -> str:
+    """Returns the value of a `traceparent` of version 00 (W3C Trace Context)."""
+    return f"00-{span.trace_id:032x}-{span.span_id:016x}-{int(span.trace_flags):02x}"
+
+
 class SpanFactory(Protocol):
     """Creates identities, by the SDK's sampler and id generator or by a user's provider."""
 

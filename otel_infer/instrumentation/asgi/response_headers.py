@@ -11,6 +11,7 @@ from typing import Any
 
 from otel_infer import _clock
 from otel_infer.tracing.request_span import RequestSpan
+from otel_infer.tracing.span_ids import format_traceparent
 
 TRACE_RESPONSE, SERVER_TIMING = b"traceresponse", b"server-timing"
 
@@ -36,8 +37,7 @@ def add_headers(message: Any, request: RequestSpan) -> dict[str, Any]:
 
 def _format_traceresponse(request: RequestSpan) -> bytes:
     """Returns a `traceresponse` for the SERVER span if it is ours, else for the request span."""
-    context = request.server or request.get_span_context()
-    return f"00-{context.trace_id:032x}-{context.span_id:016x}-{int(context.trace_flags):02x}".encode()
+    return format_traceparent(request.server or request.get_span_context()).encode()
 
 
 def _format_server_timing(spent_ns: int) -> bytes:

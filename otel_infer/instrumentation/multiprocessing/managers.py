@@ -20,9 +20,6 @@ from otel_infer.instrumentation.multiprocessing.queues import (
     note_wait,
     take_item,
 )
-from otel_infer.tracing import context
-from otel_infer.tracing.request_span import REQUEST_KEY
-from otel_infer.tracing.work import Work
 
 PUTS = ("put", "put_nowait")
 FOLLOWED = frozenset((*PUTS, "get", "get_nowait"))
@@ -73,11 +70,8 @@ def _patch_call(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     def call_method(self: Any, methodname: str, args: Any = (), kwds: Any = {}) -> Any:  # noqa: B006 (as the original)
         if methodname not in FOLLOWED or not hook.alive or not _is_local_queue(self):
             return original(self, methodname, args, kwds)
-        work = context.current_context().get(REQUEST_KEY)
         if methodname in PUTS:
-            return original(self, methodname, args if work is None else _wrap_item(args, hook), kwds)
-        if type(work) is not Work:  # such as a task that polls for results
-            return original(self, methodname, args, kwds)
+            return original(self, methodname, _wrap_item(args, hook), kwds)
         close_joined(hook)
         try:
             return original(self, methodname, args, kwds)

@@ -31,6 +31,13 @@ def request_(recording: Recording) -> request_span.RequestSpan:
     return request
 
 
+@pytest.fixture(autouse=True)
+def empty_context() -> Iterator[None]:
+    """Leaves no request in the context of the thread."""
+    yield
+    context.attach(Context())
+
+
 def test_events_of_a_fragment_belong_to_its_request(
     recording: Recording, request_: request_span.RequestSpan
 ) -> None:
@@ -124,7 +131,6 @@ def test_headers_and_context_are_those_of_the_propagators(
     read = propagate.extract(expected, Context())
     assert context.span_context(joined.around) == context.span_context(read)
     assert baggage.get_all(joined.around) == baggage.get_all(read)
-    context.attach(Context())
 
 
 class RenamedPropagator(TraceContextTextMapPropagator):
@@ -141,7 +147,6 @@ def test_other_propagators_are_called(recording: Recording) -> None:
         joined = propagation.join_as_span(headers)
     finally:
         propagate.set_global_textmap(known)
-        context.attach(Context())
     assert headers.keys() == {"renamed", propagation.REQUEST_HEADER}
     assert joined is not None and context.span_context(joined.around).trace_id == 1
 

@@ -106,6 +106,7 @@ def test_slow_requests_show_their_excess(slow: Causes, verdict: str, cause: str)
     assert all(other.weight <= named.weight for other in diagnosis.findings)
 
 
+@pytest.mark.filterwarnings("error")
 def test_stall_before_the_first_token_of_a_stream_stutters() -> None:
     records = make_load({"gc": 400, **BUSY})
     for record in records:
