@@ -50,19 +50,15 @@ class PooledCall:
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         if self._submitted_at:
-            _record_wait(self._request, events.POOL_WAIT, self._submitted_at, self._size)
+            record_wait(self._request, events.POOL_WAIT, self._submitted_at, self._size)
         return self._request.call_in_thread(self._call, *args, **kwargs)
 
 
-def _record_wait(request: CurrentRequest, stage: str, began_at: int, items: int) -> None:
+def record_wait(request: CurrentRequest, stage: str, began_at: int, items: int) -> None:
+    """Records that the request has waited since `began_at` (monotonic ns). `items`: the pool's size, or the kind of wait."""
     now = _clock.now()
     if now - began_at >= MIN_WAIT_NS and not request.ended:
         request.record_event(events.StageEnded(now, began_at, stage, items))
-
-
-def record_pool_wait(request: CurrentRequest, submitted_at: int, size: int) -> None:
-    """Records that the request has waited for a thread of a pool of this size, since `submitted_at` (monotonic ns)."""
-    _record_wait(request, events.POOL_WAIT, submitted_at, size)
 
 
 @instrumentor.patch_hot_path("anyio.to_thread:run_sync", optional=True, part="anyio")
@@ -101,7 +97,7 @@ def _patch_coroutine(kind: str, is_free: Callable[[Any], bool]) -> WrapperFactor
             try:
                 return await original(self)
             finally:
-                _record_wait(request, events.LOCK_WAIT, began_at, number)
+                record_wait(request, events.LOCK_WAIT, began_at, number)
 
         def acquire(self: Any) -> Awaitable[Any]:
             request = _find_request_that_waits(self, is_free, hook)
@@ -125,7 +121,7 @@ def _patch_blocking(kind: str, is_free: Callable[[Any], bool]) -> WrapperFactory
             try:
                 return original(self, *args, **kwargs)
             finally:
-                _record_wait(request, events.LOCK_WAIT, began_at, number)
+                record_wait(request, events.LOCK_WAIT, began_at, number)
 
         return compile_thread_work(original, hook, acquire)
 

@@ -320,7 +320,8 @@ class RequestSpan(RequestState, trace.Span):
     def attach(self) -> Any:
         """Makes the request current here; returns the token for `detach`."""
         span = self if self.provider_spans is None else self.provider_spans[1]
-        return context.attach(Context({**self.around, REQUEST_KEY: self, context.SPAN_KEY: span}))
+        own = {REQUEST_KEY: self, context.SPAN_KEY: span}
+        return context.attach(Context({**self.around, **own} if self.around else own))
 
 
 ThreadOwner = tuple[RequestSpan, object]

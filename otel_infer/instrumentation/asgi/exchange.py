@@ -35,6 +35,7 @@ from otel_infer.instrumentation.http_server.parent_context import (
 from otel_infer.instrumentation.http_server.socket_wait import record_socket_wait
 from otel_infer.ringbuffer import events
 from otel_infer.tracing import caller, context
+from otel_infer.tracing.header_reader import reads_w3c_only
 
 Receive = Callable[[], Awaitable[Message]]
 App = Callable[..., Awaitable[Any]]
@@ -106,7 +107,9 @@ class Exchange(Response):
             scope, at = self.scope, self.arrived_at
             method, headers = scope.get("method"), scope.get("headers") or ()
             name = method if method in events.METHODS else events.OTHER
-            request = None if ambient else open_from_headers(headers, name, OWNER, at)
+            request = None
+            if not ambient and reads_w3c_only():
+                request = open_from_headers(headers, name, OWNER, at)
             if request is None:
                 request = open_by_propagators(
                     headers, name, OWNER, context.current_context() if ambient else None, at

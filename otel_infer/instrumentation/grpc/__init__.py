@@ -21,7 +21,7 @@ from otel_infer import _clock
 from otel_infer.instrumentation.grpc.accept_wait import UNKNOWN_CALL, AcceptedCall, watch_server
 from otel_infer.instrumentation.grpc.channelz import list_servers
 from otel_infer.instrumentation.grpc.exchange import RpcExchange, Server
-from otel_infer.instrumentation.grpc.handlers import find_function, wrap_handler
+from otel_infer.instrumentation.grpc.handlers import is_non_blocking, wrap_handler
 from otel_infer.instrumentation.hooks.instrumentor import Instrumentor
 from otel_infer.instrumentation.hooks.probe import Hook
 from otel_infer.instrumentation.http_server.server_exchange import can_record
@@ -61,7 +61,7 @@ class RpcInterceptor:
     def follow_call(self, handler: Any, details: Any, arrived_at: int, accepted: AcceptedCall) -> Any:
         """Returns the handler that runs as the request, which was accepted at `arrived_at` (monotonic ns)."""
         try:
-            if not can_record(self.hook) or _is_non_blocking(handler):
+            if not can_record(self.hook) or is_non_blocking(handler):
                 self.server.note_end(accepted)
                 return handler
             exchange = RpcExchange(details, self.server, handler is not None, arrived_at, accepted)
@@ -72,7 +72,8 @@ class RpcInterceptor:
             exchange.end()
             return None
         try:
-            self.watch_end(exchange)
+            if self.is_asyncio:
+                _watch_task(exchange)
             return wrap_handler(handler, exchange)
         except BaseException as exc:
             exchange.end()
@@ -90,9 +91,6 @@ class RpcInterceptor:
                 self.server.note_end(accepted)
         except BaseException as own_exc:
             self.hook.count_failure(own_exc)
-
-    def watch_end(self, exchange: RpcExchange) -> None:
-        """Ends the exchange with its call. A threaded server releases the handler then (`RpcExchange.__del__`)."""
 
 
 class AsyncRpcInterceptor(RpcInterceptor):
@@ -118,18 +116,12 @@ class AsyncRpcInterceptor(RpcInterceptor):
             task.add_done_callback(partial(self.server.note_end, accepted))
         return accepted
 
-    def watch_end(self, exchange: RpcExchange) -> None:
-        """Ends the exchange with its call, which is one task."""
-        task = asyncio.current_task()
-        if task is not None:
-            task.add_done_callback(exchange.end_unfinished)
 
-
-def _is_non_blocking(handler: Any) -> bool:
-    """Returns whether the function gets a callback for its messages, and no thread waits for it (health's `Watch`)."""
-    return handler is not None and bool(
-        getattr(find_function(handler)[1], "experimental_non_blocking", False)
-    )
+def _watch_task(exchange: RpcExchange) -> None:
+    """Ends the exchange with its call, which is one task. A threaded server releases the handler then (`RpcExchange.__del__`)."""
+    task = asyncio.current_task()
+    if task is not None:
+        task.add_done_callback(exchange.end_unfinished)
 
 
 def _find_place(others: Sequence[Any]) -> int:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
+from asyncio import CancelledError
+from collections.abc import Callable
 from typing import Any
 
 from otel_infer import _clock
@@ -11,10 +12,11 @@ from otel_infer.instrumentation.grpc.accept_wait import UNKNOWN_CALL, AcceptedCa
 from otel_infer.instrumentation.hooks.probe import Hook
 from otel_infer.instrumentation.http_server.event_loop_lag import watch_event_loop
 from otel_infer.instrumentation.http_server.server_exchange import ServerExchange, encode_headers
-from otel_infer.instrumentation.waits import record_pool_wait
+from otel_infer.instrumentation.waits import MIN_WAIT_NS, record_wait
 from otel_infer.ringbuffer import events
 from otel_infer.tracing import context as current
 from otel_infer.tracing import request_span
+from otel_infer.tracing.header_reader import W3C_FIELDS
 from otel_infer.tracing.outcome import classify_exception
 
 STATUS_CODES = (
@@ -59,16 +61,16 @@ class RpcExchange(ServerExchange):
     `method`: `package.Service/Method`; `_OTHER` if the server has none of this name, because clients may send any.
     `is_accepted`: the server has looked at the handler, so it did not refuse the call. `is_running`: a function of the
     user runs in a thread, which the end of the call does not stop; `is_over`: the call has ended meanwhile.
-    `accepted`: how the server accepted it.
+    `accepted`: how the server accepted it. `is_entered_again`: its function runs in several steps, one for each message.
+    `has_single_message`: its response was one message, and brought no token before.
     `has_failed`: a threaded server has sent INTERNAL because of a message; `failure`: the exception, if there was one.
     """
 
-    __slots__ = (
-        "_around", "_ends", "accepted", "context", "failure", "has_failed", "is_accepted", "is_known", "is_over", "is_running",
-        "metadata", "method", "server",
-    )  # fmt: skip
-
     owner = "grpc"
+    context: Any = None
+    failure: BaseException | None = None
+    has_failed = has_single_message = is_accepted = is_entered_again = is_over = is_running = False
+    _around: Any = None
 
     def __init__(
         self,
@@ -78,32 +80,33 @@ class RpcExchange(ServerExchange):
         arrived_at: int,
         accepted: AcceptedCall = UNKNOWN_CALL,
     ) -> None:
+        self._ended = True  # there is nothing to end until it has begun
         self.is_known, self.server, self.accepted = is_known, server, accepted
         self.method = str(details.method).lstrip("/") if is_known else events.OTHER
         self.metadata = details.invocation_metadata or ()
-        self.context: Any = None
-        self.failure: BaseException | None = None
-        self._around: Any = None
         self._ends = [1]
-        self.has_failed = self.is_accepted = self.is_running = self.is_over = False
-        super().__init__(server.hook, server.has_other_span or self._is_of_own_service(), arrived_at)
-        watch_event_loop()
+        is_deferred = server.has_other_span or self.method.startswith(_OWN_SERVICES)
+        super().__init__(server.hook, is_deferred, arrived_at)
+        if server.is_asyncio:
+            watch_event_loop()
 
-    def _is_of_own_service(self) -> bool:
-        return self.method.startswith(_OWN_SERVICES)
-
-    def open_request(self) -> request_span.RequestSpan | None:
-        request = super().open_request()
-        if request is not None and self.accepted.waited_since:
-            waited_since = self.accepted.waited_since
+    def record_accept_wait(self, request: request_span.RequestSpan) -> None:
+        waited_since = self.accepted.waited_since
+        if waited_since:
             request.record_event(events.StageEnded(self.arrived_at, waited_since, events.ACCEPT, 0))
-        return request
 
     def name_span(self) -> str:
         return self.method if self.is_known else self.owner
 
     def list_headers(self) -> list[tuple[bytes, bytes]]:
         return encode_headers(self.metadata)
+
+    def list_w3c_headers(self) -> list[tuple[bytes, bytes]]:
+        return [
+            (name.encode(), value.encode("latin-1", "replace"))
+            for name, value in self.metadata
+            if name in W3C_FIELDS and isinstance(value, str)
+        ]
 
     def find_path(self) -> str:
         return f"/{self.method}"
@@ -113,25 +116,47 @@ class RpcExchange(ServerExchange):
     def begin_handler(self, context: Any, is_pooled: bool) -> None:
         """Notes that the handler begins. The span of another instrumentation is current now. `is_pooled`: in a thread."""
         self.context = context
-        if self._deferred is not None and not self._is_of_own_service():
+        if self._deferred is not None and not self.method.startswith(_OWN_SERVICES):
             self._deferred.open()
-        if is_pooled:
+        if is_pooled and _clock.now() - self.arrived_at >= MIN_WAIT_NS:
             self.record_wait()
 
     def record_wait(self) -> None:
         """Records that the call has waited for a thread until now."""
         try:
             if self.server.pool_size and self.request is not None:
-                record_pool_wait(self.request, self.arrived_at, self.server.pool_size)
+                record_wait(self.request, events.POOL_WAIT, self.arrived_at, self.server.pool_size)
         except BaseException as exc:
             self._hook.count_failure(exc)
+
+    def call(self, function: Callable[[Any, Any], Any], request: Any, context: Any) -> Any:
+        """Calls a function of the user that runs in a thread, in the context of its call, and returns its response.
+
+        While it runs, the sidecar finds this thread if the call is late. An exception ends the call.
+        """
+        token, live = ServerExchange.attach(self), self.request
+        self.is_running = True
+        try:
+            try:
+                return (
+                    function(request, context)
+                    if live is None
+                    else live.call_in_thread(function, request, context)
+                )
+            finally:
+                self.is_running = False
+                if token is not None:
+                    current.detach(token)
+        except BaseException as exc:
+            self.end(exc)
+            raise
 
     def attach(self) -> Any:
         """Makes the request current, or in a later step of a stream what was current at the end of the step before."""
         return super().attach() if self._around is None else current.attach(self._around)
 
     def __exit__(self, kind: Any, exc: BaseException | None, traceback: Any) -> None:
-        if exc is None and self._token is not None:
+        if self.is_entered_again and exc is None and self._token is not None:
             self._around = current.current_context()
         super().__exit__(kind, exc, traceback)
 
@@ -151,12 +176,21 @@ class RpcExchange(ServerExchange):
             if is_refusal:
                 self.end()
 
-    def record_message(self, is_last: bool) -> None:
-        """Records a message of the response, which is serialized. `is_last`: it ends the call."""
+    def record_response(self) -> None:
+        """Records the only message of the response, which is serialized now and ends the call."""
+        if not self._ended:
+            self.completed_at = now = _clock.now()
+            request = self.request
+            if request is not None and not (request.responding or request.tokens_reached):
+                request.chunks, self.has_single_message = 1, True  # the end of the request says so
+            else:
+                self.record_chunk(True, now)
+            self.end()
+
+    def record_message(self) -> None:
+        """Records a message of a stream, which is serialized now."""
         if not self._ended:
             self.record_chunk(True, _clock.now())
-            if is_last:
-                self.finish()
 
     def finish(self) -> None:
         """Ends the call, whose last message was handed over now."""
@@ -169,7 +203,8 @@ class RpcExchange(ServerExchange):
             self._ends.pop()
         except IndexError:
             return
-        self.server.note_end(self.accepted)
+        if self.accepted.number:
+            self.server.note_end(self.accepted)
         super().end(exc)
 
     def fail_message(self, exc: BaseException | None) -> None:
@@ -196,14 +231,15 @@ class RpcExchange(ServerExchange):
             self.end(GeneratorExit())
 
     def __del__(self) -> None:
-        if not (getattr(self, "_ended", True) or sys.is_finalizing()):
+        if not (self._ended or sys.is_finalizing()):
             self.is_running = False
             self.end_unfinished()
 
     def close_request(self, request: request_span.RequestSpan, exc: BaseException | None) -> None:
-        code = self._find_code(exc)
+        code, at = self._find_code(exc), self.completed_at or _clock.now()
         if request.has_server:
-            request.record_event(events.CallServed(_clock.now(), self.owner, self.method, code))
+            served = at, self.owner, self.method, code
+            request.record_event(events.make_tuple(events.CallServed, served))
         outcome, error_type = events.OK, ""
         if code == "CANCELLED":
             outcome, error_type = events.ABORTED, events.CLIENT_DISCONNECT
@@ -211,7 +247,7 @@ class RpcExchange(ServerExchange):
             raised = self.failure or exc
             is_own = raised is not None and not _is_of_server(raised)
             outcome, error_type = classify_exception(raised) if is_own else (events.ERROR, code)
-        request.close(outcome, error_type)
+        request.close(outcome, error_type, 0, at, events.SINGLE_CHUNK if self.has_single_message else 0)
 
     def _find_code(self, exc: BaseException | None) -> str:
         """Returns the name of the status code that the client gets."""
@@ -239,16 +275,18 @@ class RpcExchange(ServerExchange):
         """Returns the number of the status code that the handler set; 0 if it set none or OK."""
         if self.context is None:
             return 0
-        noted = getattr(self.context, "_self_noted_code", None)
+        noted = getattr(self.context, "_self_noted_code", None) if self.server.is_asyncio else None
         code = noted[0] if noted else self.context.code() if hasattr(self.context, "code") else None
+        if code is None:
+            return 0
         number = code if isinstance(code, int) else getattr(code, "value", (0,))[0]
         return number if isinstance(number, int) and 0 < number < len(STATUS_CODES) else 0
 
     def _is_cancelled(self, exc: BaseException | None) -> bool:
         """Returns whether the call was cancelled, by its client, its deadline or the end of the server."""
         is_left = isinstance(exc, GeneratorExit)
-        if isinstance(exc, asyncio.CancelledError) or self.context is None:
-            return is_left or isinstance(exc, asyncio.CancelledError)
+        if self.context is None or isinstance(exc, CancelledError):
+            return is_left or isinstance(exc, CancelledError)
         if self.server.is_asyncio:
             is_done = getattr(self.context, "done", None)
             return is_left and not (is_done is not None and is_done())
@@ -260,7 +298,7 @@ class RpcExchange(ServerExchange):
 
 def _is_of_server(exc: BaseException) -> bool:
     """Returns whether gRPC raised it for a status: a call of `abort`, or the end of the call."""
-    if isinstance(exc, (asyncio.CancelledError, GeneratorExit)):
+    if isinstance(exc, (CancelledError, GeneratorExit)):
         return True
     kind = type(exc)
     is_abort = kind.__name__ == _ABORT_NAME and kind.__module__ == _ABORT_MODULE

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 import types
@@ -11,62 +12,61 @@ from typing import Any
 import wrapt
 
 from otel_infer.instrumentation.grpc.exchange import RpcExchange
+from otel_infer.ringbuffer.events import make_tuple
 
 _END = object()
 """After the last message of a stream."""
-_KINDS = {
-    (False, False): "unary_unary", (False, True): "unary_stream", (True, False): "stream_unary", (True, True): "stream_stream",
-}  # fmt: skip
-"""Whether requests and responses are streams ─▶ the attribute of a handler that holds its function."""
-
-_watched_types: dict[type, type] = {}
+_KINDS = "unary_unary", "unary_stream", "stream_unary", "stream_stream"
+"""The attribute of a handler that holds its function, by twice whether requests are a stream, plus whether responses are."""
 
 
-def find_function(handler: Any) -> tuple[str, Callable[..., Any]]:
-    """Returns the kind of the handler, and its function."""
-    kind = _KINDS[bool(handler.request_streaming), bool(handler.response_streaming)]
-    return kind, getattr(handler, kind)
+def is_non_blocking(handler: Any) -> bool:
+    """Returns whether the function gets a callback for its messages, and no thread waits for it (health's `Watch`)."""
+    if handler is None or not handler.response_streaming:
+        return False
+    function = handler.stream_stream if handler.request_streaming else handler.unary_stream
+    return bool(getattr(function, "experimental_non_blocking", False))
 
 
 def wrap_handler(handler: Any, exchange: RpcExchange) -> Any:
     """Returns the handler of a method that runs its function as this request."""
-    kind, function = find_function(handler)
-    is_stream = bool(handler.response_streaming)
+    takes_stream, is_stream = bool(handler.request_streaming), bool(handler.response_streaming)
+    kind = 2 * takes_stream + is_stream
+    function = getattr(handler, _KINDS[kind])
     is_coroutine = exchange.server.is_asyncio and inspect.iscoroutinefunction(function)
-    if exchange.server.is_asyncio and inspect.isasyncgenfunction(function):
-        wrapped: Callable[..., Any] = _follow_async_stream(function, exchange)
-    elif is_coroutine:
-        wrapped = _follow_coroutine(function, exchange, is_stream)
+    if is_coroutine:
+        wrapped: Callable[..., Any] = _follow_coroutine(function, exchange, is_stream)
+    elif exchange.server.is_asyncio and inspect.isasyncgenfunction(function):
+        wrapped = _follow_async_stream(function, exchange)
     else:
         wrapped = (_follow_stream if is_stream else _follow_call)(function, exchange)
-    wrapped.__dict__.update(getattr(function, "__dict__", ()))  # gRPC reads attributes of the function
-    made = getattr(sys.modules["grpc"], f"{kind}_rpc_method_handler")(
-        wrapped,
-        _watch_deserializer(handler.request_deserializer, exchange, bool(handler.request_streaming)),
-        _watch_serializer(handler.response_serializer, exchange, is_stream, is_stream and is_coroutine),
+    attributes = getattr(function, "__dict__", None)
+    if attributes:
+        wrapped.__dict__.update(attributes)  # gRPC reads attributes of the function
+    deserialize = _watch_deserializer(handler.request_deserializer, exchange, takes_stream)
+    serialize = _watch_serializer(
+        handler.response_serializer, exchange, is_stream, is_stream and is_coroutine
     )
-    return _watch_acceptance(made, exchange)
-
-
-def _watch_acceptance(handler: Any, exchange: RpcExchange) -> Any:
-    """Returns the handler, which notes that it is looked at: a server that has too many calls does not."""
-    plain = type(handler)
-    watched = _watched_types.get(plain)
-    if watched is None:
-
-        def is_request_streaming(self: Any) -> Any:
-            seen = self.__dict__.get("_exchange")
-            if seen is not None:
-                seen.is_accepted = True
-            return plain.request_streaming.__get__(self)
-
-        body = {"request_streaming": property(is_request_streaming)}
-        watched = _watched_types[plain] = types.new_class(
-            plain.__name__, (plain,), {}, lambda namespace: namespace.update(body)
-        )
-    made = watched(*handler)
+    functions: list[Any] = [None] * len(_KINDS)
+    functions[kind] = wrapped
+    made = make_tuple(_get_watched_type(), (takes_stream, is_stream, deserialize, serialize, *functions))
     made._exchange = exchange
     return made
+
+
+@functools.cache
+def _get_watched_type() -> type:
+    """Returns gRPC's type of handlers, which notes that it is looked at: a server that has too many calls does not."""
+    plain = type(sys.modules["grpc"].unary_unary_rpc_method_handler(None))
+
+    def is_request_streaming(self: Any) -> Any:
+        seen = self.__dict__.get("_exchange")
+        if seen is not None:
+            seen.is_accepted = True
+        return plain.request_streaming.__get__(self)
+
+    body = {"request_streaming": property(is_request_streaming)}
+    return types.new_class(plain.__name__, (plain,), {}, lambda namespace: namespace.update(body))
 
 
 # ── messages ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -99,6 +99,7 @@ def _watch_serializer(
     serialize: Callable[[Any], Any] | None, exchange: RpcExchange, is_stream: bool, is_written: bool
 ) -> Callable[[Any], Any]:
     """Returns the function that records each message of the response. `is_written`: the handler gets its exceptions."""
+    record = exchange.record_message if is_stream else exchange.record_response
 
     def write_response(message: Any) -> Any:
         try:
@@ -109,7 +110,7 @@ def _watch_serializer(
             raise
         if data is None and not is_written:
             exchange.fail_message(None)
-        exchange.record_message(not is_stream)
+        record()
         return data
 
     return write_response
@@ -145,17 +146,7 @@ def _follow_call(function: Callable[..., Any], exchange: RpcExchange) -> Callabl
     def call(request: Any, context: Any) -> Any:
         context = _note_code(context, exchange)
         exchange.begin_handler(context, True)
-        exchange.is_running = True
-        try:
-            with exchange:
-                live = exchange.request
-                response = (
-                    function(request, context)
-                    if live is None
-                    else live.call_in_thread(function, request, context)
-                )
-        finally:
-            exchange.is_running = False
+        response = exchange.call(function, request, context)
         exchange.finish_handler()
         return response
 
@@ -163,6 +154,8 @@ def _follow_call(function: Callable[..., Any], exchange: RpcExchange) -> Callabl
 
 
 def _follow_stream(function: Callable[..., Any], exchange: RpcExchange) -> Callable[..., Iterator[Any]]:
+    exchange.is_entered_again = True
+
     def stream(request: Any, context: Any) -> Iterator[Any]:
         context = _note_code(context, exchange)
         if not exchange.server.is_asyncio:

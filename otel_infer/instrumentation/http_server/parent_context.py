@@ -103,15 +103,13 @@ def open_from_headers(
 ) -> request_span.RequestSpan | None:
     """Opens a request below an own SERVER span by one compiled call; None where that is impossible.
 
-    It is possible for most requests: W3C headers with a lone `traceparent` or none, and a sampler that depends
-    on nothing else.
+    To be called only where the propagators are W3C's (`reads_w3c_only`). It is possible for most requests: a lone `traceparent`
+    or none, and a sampler that depends on nothing else.
     """
     factory, writer = request_span.span_factory, recorder.requests
     if factory is None or writer is None or writer.open_below_remote is None or factory.plain_sampler is None:
         return None
     if not recorder.active or arrived_at - recorder.maintained_at > CHECK_NS:  # that is due before
-        return None
-    if not reads_w3c_only():
         return None
     opened = writer.open_below_remote(headers, name, arrived_at, OWN_SERVER_SPAN, *factory.plain_sampler)
     if opened is None:

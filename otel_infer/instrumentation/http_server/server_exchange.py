@@ -23,6 +23,7 @@ from otel_infer.ringbuffer.recorder import recorder
 from otel_infer.tracing import caller, request_span
 from otel_infer.tracing.context import current_context, detach
 from otel_infer.tracing.deferred_request import DeferredRequest
+from otel_infer.tracing.header_reader import reads_w3c_only
 
 
 def encode_headers(headers: Iterable[tuple[Any, Any]]) -> list[tuple[bytes, bytes]]:
@@ -57,13 +58,14 @@ class ServerExchange:
 
     def __init__(self, hook: Hook, is_deferred: bool, arrived_at: int = 0) -> None:
         """Begins an exchange. `arrived_at`: monotonic ns; 0 = now."""
+        self._ended = False
         self.arrived_at = arrived_at or _clock.now()
         self._hook = hook
         self._token: Any = None
         self.request: request_span.RequestSpan | None = None
         self.completed_at = 0
         self.error: BaseException | None = None
-        self.is_counted_elsewhere = self._ended = False
+        self.is_counted_elsewhere = False
         self._deferred: DeferredRequest | None = None
         self._other_context: Context | None = None
         if is_deferred:
@@ -81,8 +83,8 @@ class ServerExchange:
         """Returns the request's headers, names in lower case."""
         raise NotImplementedError
 
-    def list_context_headers(self) -> list[tuple[bytes, bytes]]:
-        """Returns the headers that name the caller's span, perhaps among others."""
+    def list_w3c_headers(self) -> list[tuple[bytes, bytes]]:
+        """Returns the headers that the W3C propagators read, perhaps among others."""
         return self.list_headers()
 
     def find_path(self) -> str:
@@ -100,6 +102,12 @@ class ServerExchange:
         """Returns the socket of the connection; None where the server does not show it."""
         return None
 
+    def record_accept_wait(self, request: request_span.RequestSpan) -> None:
+        """Records how long the request has waited until the server accepted it."""
+        connection = self.find_socket()
+        if connection is not None:
+            record_socket_wait(request, connection, self.arrived_at)
+
     # ── the request ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def open_request(self) -> request_span.RequestSpan | None:
@@ -107,15 +115,16 @@ class ServerExchange:
         ambient = self._deferred is not None and has_active_span()
         around = current_context() if ambient else self._other_context
         has_caller = caller.caller_settings is not tenancy.NO_CALLER_SETTINGS
-        headers = self.list_headers() if has_caller else self.list_context_headers()
+        is_w3c = reads_w3c_only()
+        headers = self.list_w3c_headers() if is_w3c and not has_caller else self.list_headers()
         name, owner = self.name_span(), self.owner
-        request = None if around else open_from_headers(headers, name, owner, self.arrived_at)
+        request = None if around or not is_w3c else open_from_headers(headers, name, owner, self.arrived_at)
         if request is None:
             request = open_by_propagators(headers, name, owner, around, self.arrived_at)
         self.request = request
         if request is None:
             return None
-        record_socket_wait(request, self.find_socket(), self.arrived_at)
+        self.record_accept_wait(request)
         if has_caller:
             caller.record_caller(request, headers, self.find_path())
         return request

@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from otel_infer import _clock
-from otel_infer.instrumentation.waits import record_pool_wait
+from otel_infer.instrumentation.waits import record_wait
+from otel_infer.ringbuffer import events
 from otel_infer.ringbuffer.recorder import recorder
 from otel_infer.tracing import propagation
 from otel_infer.tracing.batch_request import BatchRequest, combine_requests
@@ -37,7 +38,7 @@ class ProcessCall:
         submitted_at, self._submitted_at = self._submitted_at, 0  # the other calls of a `map` follow this one
         request = combine_requests(parts)
         if submitted_at:
-            record_pool_wait(request, submitted_at, self._size)
+            record_wait(request, events.POOL_WAIT, submitted_at, self._size)
         token = request.attach()
         try:
             return request.call_in_thread(self._call, *args, **kwargs)

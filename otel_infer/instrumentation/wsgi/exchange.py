@@ -9,10 +9,11 @@ from typing import Any
 from otel_infer.instrumentation.hooks.probe import Hook
 from otel_infer.instrumentation.http_server.exchange import HttpExchange
 from otel_infer.instrumentation.http_server.server_exchange import can_record
-from otel_infer.instrumentation.waits import record_pool_wait
+from otel_infer.instrumentation.waits import record_wait
 from otel_infer.instrumentation.wsgi.waitress_queue import QueuedTask, find_task
+from otel_infer.ringbuffer import events
 from otel_infer.tracing.context import detach
-from otel_infer.tracing.header_reader import W3C_FIELDS, reads_w3c_only
+from otel_infer.tracing.header_reader import W3C_FIELDS
 
 Environ = dict[str, Any]
 App = Callable[..., Iterable[bytes]]
@@ -63,7 +64,7 @@ class WsgiExchange(HttpExchange):
         method, scheme = environ.get("REQUEST_METHOD"), environ.get("wsgi.url_scheme")
         super().__init__(hook, method, scheme, has_other_span, self.task.put_at)
         if self.task.put_at and self.request is not None:
-            record_pool_wait(self.request, self.task.put_at, self.task.threads)
+            record_wait(self.request, events.POOL_WAIT, self.task.put_at, self.task.threads)
 
     def list_headers(self) -> list[tuple[bytes, bytes]]:
         return [
@@ -72,9 +73,7 @@ class WsgiExchange(HttpExchange):
             if name.startswith("HTTP_") and isinstance(value, str)
         ]
 
-    def list_context_headers(self) -> list[tuple[bytes, bytes]]:
-        if not reads_w3c_only():
-            return self.list_headers()
+    def list_w3c_headers(self) -> list[tuple[bytes, bytes]]:
         values = [(name, self.environ.get(key)) for key, name in _W3C_HEADERS]
         return [
             (name, value.encode("latin-1", "replace")) for name, value in values if isinstance(value, str)
