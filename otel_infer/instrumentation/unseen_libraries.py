@@ -23,10 +23,6 @@ UNSEEN_LIBRARIES = (
     UnseenLibrary("bjoern", _SERVER),
     UnseenLibrary("robyn", "its requests are not seen: open them by `otel_infer.request`"),
     UnseenLibrary("sglang", "its engine is not followed: HTTP requests only"),
-    UnseenLibrary("llama_cpp", "its engine is not followed: HTTP requests only"),
-    UnseenLibrary("onnxruntime", _MODELS),
-    UnseenLibrary("openvino", _MODELS),
-    UnseenLibrary("ctranslate2", _MODELS),
 )  # fmt: skip
 """In the order in which they are named."""
 

@@ -49,6 +49,8 @@ GPU_COUNT, GPU_MODELS, GPU_DRIVER = "infer.gpu.count", "infer.gpu.models", "infe
 
 OPERATION_EMBEDDINGS = "embeddings"
 OPERATION_INFERENCE = "inference"
+OPERATION_RERANK = "rerank"
+OPERATION_CHAT, OPERATION_TEXT_COMPLETION = "chat", "text_completion"
 OTHER = "_OTHER"
 CLOCK_HOST, CLOCK_DEVICE = "host", "device"
 STEP_PREFILL, STEP_DECODE, STEP_MIXED = "prefill", "decode", "mixed"
@@ -192,6 +194,10 @@ MEMORY_FREE_END = "infer.device.memory.free.end"
 """Free bytes of the device with the least free memory, as last measured before arrival, the first token and
 the end.
 """
+BATCHES_ACTIVE, BATCHES_QUEUED = "infer.batches.active", "infer.batches.queued"
+"""Batches that the threads of a model computed when a call was made, and that waited for one."""
+EXECUTION_PROVIDER = "infer.execution_provider"
+"""Where a model runs: ONNX Runtime's first execution provider, OpenVINO's device."""
 TRANSFER_SIZE, TRANSFER_PINNED = "infer.transfer.size", "infer.transfer.pinned"
 """On `h2d` and `d2h`: bytes, and whether the host memory was page-locked.
 

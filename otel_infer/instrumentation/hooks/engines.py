@@ -46,6 +46,18 @@ def read_model_name(model: Any) -> str:
 
 
 @functools.lru_cache(256)
+def read_file_name(path: str) -> str:
+    """Returns the name of a model by the path of its file: without the suffix, or its folder's if that says nothing."""
+    *folders, name = [part for part in _SEPARATORS.split(path) if part] or [""]
+    stem = name.rpartition(".")[0] or name
+    return folders[-1] if folders and stem.split("_")[0] in _GENERIC_NAMES else stem
+
+
+_GENERIC_NAMES = frozenset(("model", "openvino", "encoder", "decoder", "onnx", ""))
+"""First words of file names that exporters give to every model: `model_quantized.onnx`, `openvino_model.xml`."""
+
+
+@functools.lru_cache(256)
 def strip_model_path(name: str) -> str:
     """Returns a hub id unchanged, and of a file or folder only the last component, never its path."""
     is_path = os.path.isabs(name) or name.startswith((".", "~")) or name.count("/") > 1 or "\\" in name

@@ -20,7 +20,7 @@ import contextlib
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from otel_infer import _clock
@@ -178,7 +178,7 @@ def _read_names(module: Any) -> ModelNames:
 def _read_batch_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     """Returns the batch size: the length of the first tensor of two or more dimensions; 0 = there is none."""
     for value in (*args, *kwargs.values()):
-        for tensor in value.values() if isinstance(value, dict) else (value,):
+        for tensor in value.values() if isinstance(value, Mapping) else (value,):
             try:
                 shape = tensor.shape
             except Exception:  # no tensor, or an object of the application whose `shape` property raises

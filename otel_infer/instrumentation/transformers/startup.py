@@ -6,12 +6,12 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
 from otel_infer import _clock
 from otel_infer.instrumentation.hooks.engines import read_model_name
+from otel_infer.instrumentation.hooks.model_loading import wrap_loading
 from otel_infer.instrumentation.hooks.probe import Hook
 from otel_infer.instrumentation.transformers._instrumentor import (
     ENGINE,
@@ -22,65 +22,19 @@ from otel_infer.instrumentation.transformers.continuous_batching import MANAGER
 from otel_infer.instrumentation.transformers.continuous_batching import PART as BATCHING
 from otel_infer.ringbuffer import events
 from otel_infer.ringbuffer.recorder import recorder
-from otel_infer.tracing import request_span, start
+from otel_infer.tracing import start
 
 PART = "weights"
 
 
-class _ModelLoading(threading.local):
-    """Whether this thread already loads a model: a model may load others as its components."""
-
-    is_loading = False
-
-
-_loading = _ModelLoading()
+def _read_loaded_name(loaded: Any) -> str:
+    """Returns the name of what `from_pretrained` returned: a model, or a pair with `output_loading_info=True`."""
+    return read_model_name(loaded[0] if isinstance(loaded, tuple) else loaded)
 
 
-@instrumentor.patch_hot_path("transformers.modeling_utils:PreTrainedModel.from_pretrained", part=PART)
-def wrap_from_pretrained(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
-    def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        if _loading.is_loading or not hook.alive:
-            return original(cls, *args, **kwargs)
-        started_at, request = _begin_loading(hook)
-        _loading.is_loading = True
-        model, error_type = None, ""
-        try:
-            model = original(cls, *args, **kwargs)
-            return model
-        except BaseException as exc:
-            error_type = type(exc).__qualname__
-            raise
-        finally:
-            _loading.is_loading = False
-            _end_loading(hook, started_at, request, model, error_type)
-
-    return from_pretrained
-
-
-def _begin_loading(hook: Hook) -> tuple[int, request_span.RequestSpan | None]:
-    started_at, request = _clock.now(), None
-    try:
-        request = start.current_request()
-        if request is None:
-            recorder.record_startup(events.PhaseBegan(started_at, events.WEIGHTS))
-    except BaseException as exc:
-        hook.mark_failed(exc)
-    return started_at, request
-
-
-def _end_loading(
-    hook: Hook, started_at: int, request: request_span.RequestSpan | None, model: Any, error_type: str
-) -> None:
-    try:
-        if request is not None:
-            request.record_stage(events.WEIGHTS, started_at, events.RAISED if error_type else 0)
-            return
-        model = model[0] if isinstance(model, tuple) else model  # with `output_loading_info=True`
-        name = "" if model is None else read_model_name(model)
-        phase = events.PhaseEnded(_clock.now(), started_at, events.WEIGHTS, ENGINE, name, error_type)
-        recorder.record_startup(phase)
-    except BaseException as exc:
-        hook.mark_failed(exc)
+instrumentor.patch_hot_path("transformers.modeling_utils:PreTrainedModel.from_pretrained", part=PART)(
+    wrap_loading(ENGINE, _read_loaded_name)
+)
 
 
 def _wrap_manager_start(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:

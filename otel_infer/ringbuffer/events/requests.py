@@ -28,7 +28,15 @@ TORCH = "torch"
 """Provider of models that no engine claims; such a model is named after its class, never by a caller."""
 PYTRITON = "pytriton"
 """Provider of models that the server has named with `Triton.bind`."""
-NAMING_PROVIDERS = frozenset((TORCH, PYTRITON))
+ONNXRUNTIME, OPENVINO, CTRANSLATE2 = "onnxruntime", "openvino", "ctranslate2"
+SENTENCE_TRANSFORMERS, DIFFUSERS, LLAMA_CPP = "sentence-transformers", "diffusers", "llama-cpp-python"
+SCIKIT_LEARN, XGBOOST, LIGHTGBM = "scikit-learn", "xgboost", "lightgbm"
+"""Providers whose models are named by the server that loads them."""
+NAMING_PROVIDERS = frozenset(
+    (
+        TORCH, PYTRITON, ONNXRUNTIME, OPENVINO, CTRANSLATE2, SENTENCE_TRANSFORMERS, DIFFUSERS, LLAMA_CPP, SCIKIT_LEARN, XGBOOST, LIGHTGBM,
+    )
+)  # fmt: skip
 """Providers whose names of models are labels of metrics."""
 
 # Outcomes of RequestEnded.

@@ -1,0 +1,202 @@
+"""Records CTranslate2's calls: encoders and scores as the stage `forward`, translations and generations as `decode`.
+
+    Generator(path) ─▶ phase `weights`            encode, forward_batch, score_batch ─▶ `forward`
+    generate_batch, translate_batch, Whisper.generate ─▶ `decode`; with a callback for each token its steps
+    …(asynchronous=True) ─▶ result() of the first result
+
+The callback is the user's, or that of `generate_tokens`. None is added, because the library then would call Python for each
+token. Read: 4.0 to 4.8. Run: 4.8.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from otel_infer import semconv
+from otel_infer.instrumentation.followed_streams import call_safely
+from otel_infer.instrumentation.generation_calls import Generation, begin_generation
+from otel_infer.instrumentation.hooks.engines import read_file_name
+from otel_infer.instrumentation.hooks.instrumentor import Instrumentor
+from otel_infer.instrumentation.hooks.model_loading import wrap_loading
+from otel_infer.instrumentation.hooks.probe import Hook, WrapperFactory
+from otel_infer.instrumentation.hooks.suppression import torch_suppressed
+from otel_infer.instrumentation.model_calls import ModelLibrary, wrap_call
+from otel_infer.ringbuffer import events
+
+PROVIDER = events.CTRANSLATE2
+_MODELS = ("Translator", "Generator", "Encoder", "Whisper", "Wav2Vec2", "Wav2Vec2Bert")
+
+instrumentor = Instrumentor("ctranslate2", "ctranslate2", ("ctranslate2",), is_engine=True)
+
+_names: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+"""Names of the models that were loaded. The objects are compiled, and do not tell their path."""
+
+
+def read_model(model: Any) -> str:
+    """Returns the name of the folder from which the model was loaded."""
+    return _names.get(model, type(model).__name__)
+
+
+def read_place(model: Any) -> str:
+    return str(model.device)
+
+
+LIBRARY = ModelLibrary(PROVIDER, read_model, read_place=read_place)
+GENERATION = ModelLibrary(PROVIDER, read_model, semconv.OPERATION_TEXT_COMPLETION, read_place=read_place)
+
+
+def count_rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Returns the number of sequences, or the first dimension of a `StorageView`; 0 = unknown."""
+    batch = args[0] if args else next(iter(kwargs.values()), ())
+    return len(batch) if isinstance(batch, (list, tuple)) else int(next(iter(batch.shape), 0))
+
+
+def _patch_init(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+    def init(self: Any, model_path: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, model_path, *args, **kwargs)
+        if hook.alive:
+            call_safely(hook, _names.__setitem__, self, read_file_name(str(model_path)))
+        return result
+
+    init.__name__ = "__init__"
+    return wrap_loading(PROVIDER, read_model)(init, hook)
+
+
+class Tokens:
+    """The tokens of a generation that calls back for each. `rows`: that have not ended, which a step computes."""
+
+    __slots__ = ("generation", "rows", "step")
+
+    def __init__(self, generation: Generation, rows: int) -> None:
+        self.generation, self.rows, self.step = generation, rows, -1
+        generation.begin_step(max(rows, 1))
+
+    def note(self, result: Any) -> None:
+        """Notes a token. The first one of a step ends it for all rows, and begins the next."""
+        if result.step != self.step:
+            self.step = result.step
+            self.generation.end_step(max(self.rows, 1))
+            self.generation.begin_step(max(self.rows, 1))
+        if result.is_last:
+            self.rows -= 1
+
+
+class Batch:
+    """A call that generates for a batch. `tokens`: None without a callback."""
+
+    def __init__(self, generation: Generation, rows: int, hook: Hook) -> None:
+        self.generation, self.rows, self.hook = generation, rows, hook
+        self.tokens: Tokens | None = None
+
+    def follow_callback(self, callback: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """Returns the callback, which also notes each token."""
+        tokens = self.tokens = Tokens(self.generation, self.rows)
+
+        def note_and_call(result: Any) -> Any:
+            call_safely(self.hook, tokens.note, result)
+            return callback(result)
+
+        return note_and_call
+
+    def end(self, results: Any, exc: BaseException | None = None) -> None:
+        """Ends the generation. `results`: of the library, which tell the number of tokens."""
+        if exc is not None:
+            self.generation.fail(exc)
+            return
+        self.generation.drop_step()
+        self.generation.tokens = sum(map(_count_tokens, results or ())) or self.generation.tokens
+        self.generation.finish()
+
+
+def _count_tokens(result: Any) -> int:
+    sequences = getattr(result, "sequences_ids", None) or getattr(result, "hypotheses", None) or ((),)
+    return len(sequences[0])
+
+
+_started: dict[int, tuple[Batch, Any]] = {}
+"""Calls that run in the library's threads, with a reference that ends them, by the id of their first result."""
+
+
+def _wrap_generation(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        batch = _begin_batch(self, args, kwargs, hook)
+        if batch is None:
+            return original(self, *args, **kwargs)
+        token = torch_suppressed.set(True)
+        try:
+            results = original(self, *args, **kwargs)
+        except BaseException as exc:
+            call_safely(hook, batch.end, None, exc)
+            raise
+        finally:
+            torch_suppressed.reset(token)
+        if kwargs.get("asynchronous") and results:
+            call_safely(hook, _note_started, batch, results[0])
+        else:
+            call_safely(hook, batch.end, results)
+        return results
+
+    return generate
+
+
+def _begin_batch(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], hook: Hook) -> Batch | None:
+    """Returns the batch of a call, whose callback in `kwargs` is followed; None if it is not recorded."""
+    if not hook.alive or torch_suppressed.get():
+        return None
+    generation = begin_generation(GENERATION, model, hook)
+    if generation is None:
+        return None
+    batch = Batch(generation, call_safely(hook, count_rows, args, kwargs) or 0, hook)
+    call_safely(hook, _record_load, generation, model)
+    if kwargs.get("callback") is not None:
+        kwargs["callback"] = (
+            call_safely(hook, batch.follow_callback, kwargs["callback"]) or kwargs["callback"]
+        )
+    return batch
+
+
+def _record_load(generation: Generation, model: Any) -> None:
+    """Records how many batches the model's threads compute, and how many wait for one, as the call finds them."""
+    generation.request.record_attribute(semconv.BATCHES_ACTIVE, int(model.num_active_batches))
+    generation.request.record_attribute(semconv.BATCHES_QUEUED, int(model.num_queued_batches))
+
+
+def _note_started(batch: Batch, first: Any) -> None:
+    key = id(first)
+    _started[key] = batch, weakref.ref(first, lambda _: _end_started(key, None, GeneratorExit()))
+
+
+def _end_started(key: int, results: Any, exc: BaseException | None) -> None:
+    batch, _ = _started.pop(key, (None, None))
+    if batch is not None:
+        call_safely(batch.hook, batch.end, results, exc)
+
+
+def _wrap_result(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+    def result(self: Any) -> Any:
+        try:
+            value = original(self)
+        except BaseException as exc:
+            _end_started(id(self), None, exc)
+            raise
+        _end_started(id(self), (value,), None)
+        return value
+
+    return result
+
+
+def _patch(path: str, make: WrapperFactory) -> None:
+    instrumentor.patch_hot_path(f"ctranslate2._ext:{path}", optional=True)(make)
+
+
+for _model in _MODELS:
+    _patch(f"{_model}.__init__", _patch_init)
+    for _method in ("encode", "forward_batch", "score_batch", "align", "detect_language"):
+        _patch(f"{_model}.{_method}", wrap_call(LIBRARY, count_rows))
+    for _method in ("generate_batch", "translate_batch", "generate"):
+        _patch(f"{_model}.{_method}", _wrap_generation)
+for _result in ("Generation", "Translation", "WhisperGeneration"):
+    for _class in (f"Async{_result}Result", f"{_result}ResultAsync"):
+        _patch(f"{_class}.result", _wrap_result)

@@ -1,0 +1,138 @@
+"""Records generations by libraries that decode in the thread of their caller: each pass over the model is a step.
+
+    begin_generation ─▶ (begin_step ─ the model computes ─ end_step)* ─▶ finish or fail
+
+A generation belongs to the current request; without one it is a request of its own. Its steps go to a ring of the library,
+which one generation has at a time.
+"""
+
+from __future__ import annotations
+
+from array import array
+from operator import attrgetter
+from typing import Any
+
+from otel_infer import _clock
+from otel_infer.instrumentation.hooks.probe import Hook
+from otel_infer.instrumentation.hooks.thread_counters import begin_thread_run, record_thread_run
+from otel_infer.instrumentation.model_calls import ModelLibrary, open_request
+from otel_infer.ringbuffer import events
+from otel_infer.ringbuffer.batch_writer import BatchWriter
+from otel_infer.ringbuffer.recorder import recorder
+from otel_infer.tracing import request_span, start
+from otel_infer.tracing.outcome import classify_exception
+
+_get_packed = attrgetter("packed")
+
+
+class Generation:
+    """One generation while it runs, for one request.
+
+    `owns_request`: the request was opened for it. `tokens`: delivered so far. `step`: the number of the step that runs.
+    `writer`: None while steps are not recorded. `began_at`: monotonic ns.
+    """
+
+    __slots__ = (
+        "_members", "began_at", "is_ended", "library", "max_tokens", "owns_request", "packed", "request", "step", "steps", "tokens",
+        "writer",
+    )  # fmt: skip
+
+    def __init__(
+        self, library: ModelLibrary, request: request_span.RequestSpan, owns_request: bool, max_tokens: int
+    ) -> None:
+        self.library, self.request, self.owns_request = library, request, owns_request
+        self.packed, self.max_tokens, self.began_at = request.packed, max_tokens, _clock.now()
+        self.tokens = self.step = self.steps = 0
+        self.is_ended = False
+        self._members = [self]
+        self.writer: BatchWriter | None = recorder.acquire_batch_writer(library.provider)
+        if self.writer is None:
+            recorder.record_missing_steps(request.handle)
+        else:
+            self.writer.pack_handles = _pack_handles
+            begin_thread_run()
+
+    def begin_step(self, tokens: int = 1, kv_used: int = 0, kv_total: int = 0) -> None:
+        """Records that a pass over the model begins. `tokens`: that it computes. `kv_*`: KV blocks, 0 of 0 = unknown."""
+        self.steps += 1
+        if self.writer is not None:
+            column = b"" if tokens == 1 else array("I", (tokens,)).tobytes()
+            self.step = self.writer.write_scheduled(self._members, (), column, kv_used, kv_total, 1, 0)
+
+    def end_step(self, tokens: int = 1, at: int = 0) -> None:
+        """Records that the results of the step are known, `at` (monotonic ns; 0 = now). `tokens`: that it delivered."""
+        self.tokens += tokens
+        if self.writer is not None and self.step:
+            column = b"" if tokens == 1 else array("I", (tokens,)).tobytes()
+            self.writer.write_done(self.step, column, 1, at=at)
+            self.step = 0
+
+    def drop_step(self) -> None:
+        """Ends a step that delivered nothing, because the generation was over before it."""
+        if self.step:
+            self.end_step(0)
+            self.steps -= 1
+
+    def finish(self, reason: str = "") -> None:
+        """Records the normal end. `reason`: of the library; "" = `length` at the most tokens, else `stop`."""
+        if self.is_ended:
+            return
+        if not self.steps:
+            self.request.record_event(events.RequestScheduled(self.began_at))
+            self.request.record_stage(events.DECODE, self.began_at, self.tokens)
+        reason = reason or ("length" if 0 < self.max_tokens <= self.tokens else "stop")
+        self.request.record_event(events.EngineFinished(_clock.now(), reason, self.tokens))
+        self.request.set_engine_error("")
+        self._end(events.OK, "")
+
+    def fail(self, exc: BaseException) -> None:
+        """Records that the generation failed, or was left before its end."""
+        if self.is_ended:
+            return
+        outcome, error_type = classify_exception(exc)
+        reason = "error" if outcome == events.ERROR else "abort"
+        self.request.record_event(events.EngineFinished(_clock.now(), reason, self.tokens))
+        if outcome == events.ERROR and not self.owns_request:
+            self.request.set_engine_error(error_type)
+        self._end(outcome, error_type)
+
+    def _end(self, outcome: int, error_type: str) -> None:
+        self.is_ended = True
+        writer, self.writer = self.writer, None
+        if writer is not None:
+            record_thread_run(writer, self.library.provider)
+            recorder.release_batch_writer(self.library.provider, writer)
+        self._members.clear()
+        if self.owns_request:
+            self.request.close(outcome, error_type)
+
+
+def _pack_handles(members: Any) -> bytes:
+    return b"".join(map(_get_packed, members))
+
+
+def begin_generation(
+    library: ModelLibrary, model: Any, hook: Hook, prompt_tokens: int = 0, max_tokens: int = 0
+) -> Generation | None:
+    """Returns the generation that begins now; None if it is not recorded. Counts: 0 = unknown."""
+    try:
+        request = start.begin_model_call()
+        owns_request = request is None
+        request = request or open_request(library, model, generative=True)
+        if request is None:
+            return None
+        if not owns_request:
+            _name_request(request, library, model)
+        request.record_submitted(library.provider, 1, prompt_tokens, max_tokens)
+        return Generation(library, request, owns_request, max_tokens)
+    except Exception as exc:
+        hook.mark_failed(exc)
+        return None
+
+
+def _name_request(request: request_span.RequestSpan, library: ModelLibrary, model: Any) -> None:
+    if not request.is_named:
+        request.is_named = True
+        request.set_operation(
+            request.operation or library.operation, library.provider, library.read_model(model)
+        )

@@ -1,0 +1,88 @@
+"""Records the load of a model as the phase `weights` of the start, or as a stage of the request that waits for it.
+
+The outermost load counts, because a model may load others as its components.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from otel_infer import _clock
+from otel_infer.instrumentation.hooks.probe import Hook, WrapperFactory
+from otel_infer.ringbuffer import events
+from otel_infer.ringbuffer.recorder import recorder
+from otel_infer.tracing import request_span, start
+
+
+class _ModelLoading(threading.local):
+    """Whether this thread already loads a model."""
+
+    is_loading = False
+
+
+_loading = _ModelLoading()
+
+
+def wrap_loading(engine: str, read_name: Callable[[Any], str]) -> WrapperFactory:
+    """Returns a factory for a function that loads a model, or for the `__init__` of one.
+
+    `read_name`: returns the name of what the function returned, or of the object that `__init__` made.
+    """
+
+    def make_wrapper(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+        is_init = getattr(original, "__name__", "") == "__init__"
+
+        def load_model(*args: Any, **kwargs: Any) -> Any:
+            if _loading.is_loading or not hook.alive:
+                return original(*args, **kwargs)
+            started_at, request = _begin_loading(hook)
+            _loading.is_loading = True
+            model, error_type = None, ""
+            try:
+                result = original(*args, **kwargs)
+                model = args[0] if is_init else result
+                return result
+            except BaseException as exc:
+                error_type = type(exc).__qualname__
+                raise
+            finally:
+                _loading.is_loading = False
+                _end_loading(hook, started_at, request, (engine, model, read_name), error_type)
+
+        return load_model
+
+    return make_wrapper
+
+
+def _begin_loading(hook: Hook) -> tuple[int, request_span.RequestSpan | None]:
+    started_at, request = _clock.now(), None
+    try:
+        request = start.current_request()
+        if request is None:
+            recorder.record_startup(events.PhaseBegan(started_at, events.WEIGHTS))
+    except BaseException as exc:
+        hook.mark_failed(exc)
+    return started_at, request
+
+
+def _end_loading(
+    hook: Hook,
+    started_at: int,
+    request: request_span.RequestSpan | None,
+    loaded: tuple[str, Any, Callable[[Any], str]],
+    error_type: str,
+) -> None:
+    """Records the end. `loaded`: the engine, the model or None, and the function that reads its name."""
+    try:
+        if request is not None:
+            request.record_stage(events.WEIGHTS, started_at, events.RAISED if error_type else 0)
+            return
+        engine, model, read_name = loaded
+        name = "" if model is None else read_name(model)
+        recorder.record_startup(
+            events.PhaseEnded(_clock.now(), started_at, events.WEIGHTS, engine, name, error_type)
+        )
+    except BaseException as exc:
+        hook.mark_failed(exc)

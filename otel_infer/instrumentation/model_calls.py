@@ -1,0 +1,234 @@
+"""Records calls of models by libraries that offer a function for it: a stage of the request, or a request of its own.
+
+    session.run(…) ─▶ begin_call ─ the library computes ─ ModelCall.end ─▶ stage `forward`
+
+Without a current request a call is a separate request. The outermost call counts: what it calls further in, of the same
+library, of another one or of torch, is a part of it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+from otel_infer import _clock, semconv
+from otel_infer.instrumentation.hooks.probe import Hook, WrapperFactory
+from otel_infer.instrumentation.hooks.suppression import torch_suppressed
+from otel_infer.ringbuffer import events
+from otel_infer.tracing import request_span, start
+from otel_infer.tracing.context import detach
+from otel_infer.tracing.outcome import classify_exception
+
+Rows = Callable[[tuple[Any, ...], dict[str, Any]], int]
+"""Counts the rows of a call's input, from its arguments; 0 = unknown."""
+
+
+class ModelLibrary(NamedTuple):
+    """A library that runs models. `provider`: its name on the wire. `read_model`: returns the name of a model.
+
+    `operation`: of the requests that a model serves. `has_stages`: a call is no stage, because what it calls further in
+    is recorded: tokenizers, and forward passes of another library. `read_place`: returns where a model runs, such as an
+    execution provider or a device.
+    """
+
+    provider: str
+    read_model: Callable[[Any], str]
+    operation: str = semconv.OPERATION_INFERENCE
+    has_stages: bool = False
+    read_place: Callable[[Any], str] | None = None
+
+
+class ModelCall:
+    """A call of a model while it runs. `token`: of the context, if the call is a request of its own."""
+
+    __slots__ = ("_flag", "_token", "request", "started_at")
+
+    def __init__(
+        self, request: request_span.RequestSpan, token: Any, started_at: int, is_outermost: bool
+    ) -> None:
+        self.request, self.started_at, self._token = request, started_at, token
+        self._flag = torch_suppressed.set(True) if is_outermost else None
+
+    def leave(self) -> None:
+        """Ends that the call is current in this context; it may go on in another thread."""
+        flag, self._flag = self._flag, None
+        if flag is not None:
+            torch_suppressed.reset(flag)
+        if self._token is not None:
+            detach(self._token)
+
+    def end(self, items: int, failure: BaseException | None, has_stage: bool = True) -> None:
+        """Records the end of the call. `items`: rows of its input, 0 = unknown."""
+        if has_stage and not self.request.ended:
+            items = items if failure is None else events.RAISED
+            self.request.record_stage(events.FORWARD, self.started_at, items)
+        if self._token is not None:
+            self.request.close(*classify_exception(failure))
+
+
+def begin_call(library: ModelLibrary, model: Any, hook: Hook) -> ModelCall | None:
+    """Returns the call of a model that begins now; None if it is not recorded, or is a part of another call."""
+    if torch_suppressed.get() or not hook.alive:
+        return None
+    try:
+        request, token = start.begin_model_call(), None
+        if request is None:
+            request = open_request(library, model)
+            if request is None:
+                return None
+            token = request.attach()
+            started_at = request.arrived_at
+        else:
+            started_at = _clock.now()
+            name_request(request, library, model)
+        return ModelCall(request, token, started_at, not library.has_stages)
+    except BaseException as exc:
+        hook.mark_failed(exc)
+        return None
+
+
+def open_request(
+    library: ModelLibrary, model: Any, generative: bool = False
+) -> request_span.RequestSpan | None:
+    """Opens a request for a call outside of any server's request; None while nothing is recorded."""
+    operation, provider, name = library.operation, library.provider, library.read_model(model)
+    request = start.open_request(
+        f"{operation} {name}",
+        owner=provider,
+        operation=operation,
+        provider=provider,
+        model=name,
+        generative=generative,
+    )
+    if request is not None:
+        request.has_forward_name = True
+        _record_place(request, library, model)
+    return request
+
+
+def name_request(request: request_span.RequestSpan, library: ModelLibrary, model: Any) -> None:
+    """Sets operation, provider and model of a server's request, if no model has served it before."""
+    if not request.is_named and not request.has_forward_name:
+        request.has_forward_name = True
+        request.set_operation(library.operation, library.provider, library.read_model(model))
+        _record_place(request, library, model)
+
+
+def _record_place(request: request_span.RequestSpan, library: ModelLibrary, model: Any) -> None:
+    place = library.read_place(model) if library.read_place is not None else ""
+    if place:
+        request.record_attribute(semconv.EXECUTION_PROVIDER, place)
+
+
+def wrap_call(library: ModelLibrary, count_rows: Rows) -> WrapperFactory:
+    """Returns a factory for a method of a model that returns when its result is computed."""
+
+    def make_wrapper(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+        def call_model(self: Any, *args: Any, **kwargs: Any) -> Any:
+            call = begin_call(library, self, hook)
+            if call is None:
+                return original(self, *args, **kwargs)
+            failure: BaseException | None = None
+            try:
+                return original(self, *args, **kwargs)
+            except BaseException as exc:
+                failure = exc
+                raise
+            finally:
+                end_call(call, hook, count_rows, args, kwargs, failure, not library.has_stages)
+                del failure  # breaks the reference cycle with its traceback
+
+        return call_model
+
+    return make_wrapper
+
+
+class StartedCalls:
+    """Calls that run in threads of a library, by what its callback is given. It is an attribute of the library's object."""
+
+    __slots__ = ("_by_key",)
+
+    def __init__(self) -> None:
+        self._by_key: dict[int, deque[tuple[ModelCall, int]]] = {}
+
+    def add(self, key: Any, call: ModelCall, items: int) -> None:
+        """Adds a call that is about to start, with the rows of its input."""
+        self._by_key.setdefault(id(key), deque()).append((call, items))
+
+    def end_one(self, key: Any, failure: BaseException | None = None) -> None:
+        """Ends the call that was started first of those with this key, if there is one."""
+        started = self._by_key.get(id(key))
+        try:
+            call, items = started.popleft() if started else (None, 0)
+        except IndexError:  # another thread has ended it
+            return
+        if call is not None:
+            call.end(items, failure)
+
+    def end_all(self) -> None:
+        """Ends all calls: the library has waited for them."""
+        for started in list(self._by_key.values()):
+            while started:
+                call, items = started.popleft()
+                call.end(items, None)
+        self._by_key.clear()
+
+
+def end_call(
+    call: ModelCall,
+    hook: Hook,
+    count_rows: Rows,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    failure: BaseException | None,
+    has_stage: bool = True,
+) -> None:
+    """Ends a call in the context in which it began."""
+    call.leave()
+    try:
+        call.end(count_rows(args, kwargs) if has_stage else 0, failure, has_stage)
+    except BaseException as exc:
+        hook.mark_failed(exc)
+
+
+def wrap_tokenizer(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+    """A factory for a function that turns text into a list of tokens: the stage `tokenize` of the current request."""
+
+    def tokenize(*args: Any, **kwargs: Any) -> Any:
+        request = start.current_request() if hook.alive and not torch_suppressed.get() else None
+        if request is None:
+            return original(*args, **kwargs)
+        started_at = _clock.now()
+        tokens = original(*args, **kwargs)
+        try:
+            request.record_stage(events.TOKENIZE, started_at, len(tokens))
+        except Exception as exc:
+            hook.mark_failed(exc)
+        return tokens
+
+    return tokenize
+
+
+def count_rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Returns the first dimension of the first array with two dimensions or more; 0 = there is none."""
+    return next(filter(None, map(_read_rows, _iter_values((*args, *kwargs.values())))), 0)
+
+
+def _iter_values(values: Iterable[Any]) -> Iterable[Any]:
+    for value in values:
+        if isinstance(value, Mapping):
+            yield from value.values()
+        elif isinstance(value, (list, tuple)):
+            yield from value[:8]
+        else:
+            yield value
+
+
+def _read_rows(value: Any) -> int:
+    try:
+        shape: Any = getattr(value, "shape", ())
+        shape = shape() if callable(shape) else shape
+        return int(shape[0]) if len(shape) > 1 else 0
+    except Exception:  # an object of the application may raise anything
+        return 0

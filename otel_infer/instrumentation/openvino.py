@@ -1,0 +1,185 @@
+"""Records inferences of OpenVINO's compiled models as stages of their request, and the compilation of a model.
+
+    Core.compile_model ─▶ phase `weights`        compiled(…), request.infer ─▶ `forward`
+    request.start_async ─ wait, or its callback ─▶ `forward`
+    queue.start_async ─ no request is idle ─▶ `queue wait` ─ its callback, or wait_all ─▶ `forward`
+
+Read: 2024.0 to 2026.4. Run: 2026.4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from otel_infer import _clock
+from otel_infer.instrumentation.hooks.instrumentor import Instrumentor
+from otel_infer.instrumentation.hooks.model_loading import wrap_loading
+from otel_infer.instrumentation.hooks.probe import Hook
+from otel_infer.instrumentation.model_calls import (
+    ModelLibrary,
+    StartedCalls,
+    begin_call,
+    count_rows,
+    wrap_call,
+)
+from otel_infer.ringbuffer import events
+
+PROVIDER = events.OPENVINO
+_API = "openvino._ov_api"
+ATTRIBUTE = "otel_infer_calls"
+"""Attribute of requests and queues: their calls that have been started."""
+
+instrumentor = Instrumentor("openvino", "openvino", ("openvino",), is_engine=True)
+
+
+def read_compiled_name(compiled: Any) -> str:
+    """Returns the name of the model's graph."""
+    return str(compiled.get_property("NETWORK_NAME"))
+
+
+def read_model(request: Any) -> str:
+    """Returns the name of the model of an inference request."""
+    return read_compiled_name(request.get_compiled_model())
+
+
+def read_place(request: Any) -> str:
+    """Returns the device of the model of an inference request."""
+    return ",".join(request.get_compiled_model().get_property("EXECUTION_DEVICES"))
+
+
+LIBRARY = ModelLibrary(PROVIDER, read_model, read_place=read_place)
+
+instrumentor.patch_hot_path(f"{_API}:Core.compile_model", reads=("model",))(
+    wrap_loading(PROVIDER, read_compiled_name)
+)
+instrumentor.patch_hot_path(f"{_API}:InferRequest.infer", reads=("inputs",))(wrap_call(LIBRARY, count_rows))
+
+
+def _get_started(owner: Any) -> StartedCalls:
+    """Returns the calls that a request or queue has started."""
+    started: StartedCalls | None = owner.__dict__.get(ATTRIBUTE)
+    if started is None:
+        started = StartedCalls()
+        setattr(owner, ATTRIBUTE, started)
+    return started
+
+
+def _start_call(owner: Any, request: Any, key: Any, inputs: Any, hook: Hook) -> Any:
+    """Returns the call that is about to start; None if it is not recorded. `key`: what its callback is given."""
+    call = begin_call(LIBRARY, request, hook)
+    if call is None:
+        return None
+    call.leave()
+    try:
+        _get_started(owner).add(key, call, count_rows((inputs,), {}))
+    except BaseException as exc:
+        hook.mark_failed(exc)
+    return call
+
+
+def _end_calls(end: Callable[..., None], hook: Hook, *key: Any) -> None:
+    """Ends calls by a method of `StartedCalls`. The user's call gets no exception of ours."""
+    try:
+        end(*key)
+    except BaseException as exc:
+        hook.mark_failed(exc)
+
+
+# ── one request ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@instrumentor.patch_hot_path(f"{_API}:InferRequest.start_async", reads=("inputs",), part="async")
+def _patch_start(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+    def start_async(self: Any, inputs: Any = None, *args: Any, **kwargs: Any) -> Any:
+        call = _start_call(self, self, None, inputs, hook)
+        try:
+            return original(self, inputs, *args, **kwargs)
+        except BaseException as exc:
+            if call is not None:
+                _end_calls(_get_started(self).end_one, hook, None, exc)
+            raise
+
+    return start_async
+
+
+def _patch_wait(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+    def wait(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            result = original(self, *args, **kwargs)
+        except BaseException as exc:
+            _end_calls(_get_started(self).end_one, hook, None, exc)
+            raise
+        if result is not False:  # `wait_for` returns it before the end
+            _end_calls(_get_started(self).end_one, hook, None)
+        return result
+
+    return wait
+
+
+for _name in ("wait", "wait_for"):
+    instrumentor.patch_hot_path(f"{_API}:InferRequest.{_name}", part="async")(_patch_wait)
+
+
+@instrumentor.patch_hot_path(f"{_API}:InferRequest.set_callback", part="async")
+def _patch_callback(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+    def set_callback(self: Any, callback: Any, userdata: Any) -> Any:
+        started = _get_started(self)  # the callback must not keep the request alive
+
+        def end_and_call(data: Any) -> Any:
+            _end_calls(started.end_one, hook, None)
+            return callback(data)
+
+        return original(self, end_and_call, userdata)
+
+    return set_callback
+
+
+# ── a queue of requests ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@instrumentor.patch_hot_path(
+    f"{_API}:AsyncInferQueue.start_async", reads=("inputs", "userdata"), part="queue"
+)
+def _patch_queue_start(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+    def start_async(self: Any, inputs: Any = None, userdata: Any = None, *args: Any, **kwargs: Any) -> Any:
+        is_full = not self.is_ready()
+        call = _start_call(self, self[0], userdata, inputs, hook)
+        if call is not None and is_full:
+            self.get_idle_request_id()  # waits, as the original does then
+            now = _clock.now()
+            call.request.record_event(events.StageEnded(now, call.started_at, events.QUEUE_WAIT, 0))
+            call.started_at = now
+        try:
+            return original(self, inputs, userdata, *args, **kwargs)
+        except BaseException as exc:
+            if call is not None:
+                _end_calls(_get_started(self).end_one, hook, userdata, exc)
+            raise
+
+    return start_async
+
+
+@instrumentor.patch_hot_path(f"{_API}:AsyncInferQueue.set_callback", part="queue")
+def _patch_queue_callback(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+    def set_callback(self: Any, callback: Any) -> Any:
+        started = _get_started(self)
+
+        def end_and_call(request: Any, userdata: Any) -> Any:
+            _end_calls(started.end_one, hook, userdata)
+            return callback(request, userdata)
+
+        return original(self, end_and_call)
+
+    return set_callback
+
+
+@instrumentor.patch_hot_path(f"{_API}:AsyncInferQueue.wait_all", part="queue")
+def _patch_wait_all(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+    def wait_all(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            _end_calls(_get_started(self).end_all, hook)
+
+    return wait_all

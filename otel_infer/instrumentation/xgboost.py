@@ -1,0 +1,17 @@
+"""Records predictions of XGBoost's `Booster`. Its estimators are scikit-learn's, whose instrumentation records them.
+
+Read: 2.0 to 3. Run: 3.
+"""
+
+from __future__ import annotations
+
+from otel_infer.instrumentation.hooks.instrumentor import Instrumentor
+from otel_infer.instrumentation.model_calls import wrap_call
+from otel_infer.instrumentation.sklearn import LIBRARIES, count_rows
+
+instrumentor = Instrumentor("xgboost", "xgboost", ("xgboost",), is_engine=True)
+
+for _name in ("predict", "inplace_predict"):
+    instrumentor.patch_hot_path(f"xgboost.core:Booster.{_name}", reads=("data",))(
+        wrap_call(LIBRARIES["xgboost"], count_rows)
+    )

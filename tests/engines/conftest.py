@@ -1,0 +1,47 @@
+"""Fixtures of the engines' tests: a recording, and a server's request in which an engine is called."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
+
+import pytest
+
+from otel_infer.assembly.records.request import RequestRecord
+from otel_infer.tracing import start
+from otel_infer.tracing.context import detach
+from tests.support.otlp_receiver import OtlpReceiver
+
+
+class Serve(Protocol):
+    """Begins a server's request, which is current until the block ends."""
+
+    def __call__(self) -> AbstractContextManager[Any]: ...
+
+
+@pytest.fixture
+def receiver() -> Iterator[OtlpReceiver]:
+    with OtlpReceiver() as receiver:
+        yield receiver
+
+
+@pytest.fixture
+def serve() -> Serve:
+    @contextmanager
+    def request() -> Iterator[Any]:
+        opened = start.open_request("POST", owner="asgi", server=True)
+        assert opened is not None
+        token = opened.attach()
+        try:
+            yield opened
+        finally:
+            detach(token)
+            opened.close()
+
+    return request
+
+
+def describe(record: RequestRecord) -> tuple[str, str, str]:
+    """Returns operation, provider and model of a request."""
+    return record.operation, record.provider, record.model

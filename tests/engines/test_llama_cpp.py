@@ -1,0 +1,173 @@
+"""llama-cpp-python: each pass over the model is a step of its completion, whoever asks for the tokens; embeddings; drafts."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from otel_infer import semconv
+from otel_infer.instrumentation import llama_cpp as hooks
+from otel_infer.ringbuffer import events
+from otel_infer.ringbuffer.recorder import recorder
+from tests.engines.conftest import Serve, describe
+from tests.support.rings import Recording, stages_of
+
+llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
+PROMPT = "why is the sky blue? because of the air in between us and the sun. " * 3
+
+
+@pytest.fixture(autouse=True)
+def installed() -> Iterator[None]:
+    hooks.instrumentor.install()
+    assert hooks.instrumentor.status.state == "active", hooks.instrumentor.status.drift
+    yield
+    hooks.instrumentor.remove()
+
+
+@pytest.fixture(scope="session")
+def path(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path) -> Path:
+    from tests.engines.gguf_models import make_gguf
+
+    return make_gguf(tmp_path_factory.mktemp("models") / "tiny-llama.gguf", tiny_llama)
+
+
+def load(path: Path, **settings: Any) -> Any:
+    return llama_cpp.Llama(str(path), n_ctx=256, n_batch=32, n_threads=1, verbose=False, **settings)
+
+
+@pytest.fixture
+def llama(path: Path) -> Any:
+    return load(path)
+
+
+def tokens_of(record: Any) -> tuple[int, int]:
+    """Returns the tokens of the prompt and of the completion."""
+    return record.input_tokens, record.output_tokens
+
+
+COMPLETION = ["ingress", "tokenize", "queue", "prefill", "decode"]
+
+
+def test_a_completion_has_each_pass_as_a_step(llama: Any, recording: Recording, serve: Serve) -> None:
+    with serve():
+        usage = llama.create_completion(PROMPT, max_tokens=5)["usage"]
+    (record,) = recording.records()
+    assert describe(record) == ("text_completion", "llama-cpp-python", "tiny-llama")
+    assert (stages_of(record), record.finish_reasons) == (COMPLETION, ("length",))
+    assert tokens_of(record) == (usage["prompt_tokens"], usage["completion_tokens"])
+    assert [step.tokens for step in record.prefill_steps] == [32, 32, usage["prompt_tokens"] - 64]
+    assert len(record.steps) == usage["completion_tokens"]  # the last chunk of the prompt brings the first
+
+
+def test_a_stream_is_followed_into_other_threads(llama: Any, recording: Recording, serve: Serve) -> None:
+    items: list[Any] = []
+    with serve():
+        stream = llama.create_completion(PROMPT, max_tokens=4, stream=True)
+        for _ in range(6):
+            thread = threading.Thread(target=lambda: items.append(next(stream, None)))
+            thread.start()
+            thread.join()
+    (record,) = [record for record in recording.records() if record.engine]
+    assert record.output_tokens == 4
+    assert [bool(item) for item in items] == [True] * 5 + [False]
+
+
+def test_a_stream_that_is_left_is_aborted(llama: Any, recording: Recording) -> None:
+    stream = llama.create_completion(PROMPT, max_tokens=50, stream=True)
+    next(stream)
+    next(stream)
+    stream.close()
+    (record,) = recording.records()
+    assert (record.outcome, record.finish_reasons) == (events.ABORTED, ("abort",))
+    assert record.output_tokens >= 2
+
+
+def test_a_completion_without_a_request_is_one(llama: Any, recording: Recording) -> None:
+    llama.create_completion(PROMPT, max_tokens=3)
+    (record,) = recording.records()
+    assert (record.name, stages_of(record)) == ("text_completion tiny-llama", COMPLETION[1:])
+
+
+def test_a_chat_is_named_chat(llama: Any, recording: Recording) -> None:
+    llama.create_chat_completion([{"role": "user", "content": "why?"}], max_tokens=3)
+    (record,) = recording.records()
+    assert (record.name, record.output_tokens) == ("chat tiny-llama", 3)
+
+
+def test_tokens_that_are_generated_directly_are_steps(llama: Any, recording: Recording) -> None:
+    prompt = llama.tokenize(b"why is the sky blue?")
+    for number, _ in enumerate(llama.generate(prompt), 1):
+        if number == 4:
+            break
+    (record,) = recording.records()
+    assert (record.output_tokens, record.input_tokens, len(record.steps)) == (4, len(prompt), 4)
+
+
+def test_a_stream_that_is_never_read_is_no_request(llama: Any, recording: Recording) -> None:
+    llama.generate([1, 2, 3])
+    llama.create_completion(PROMPT, stream=True)
+    assert (recording.records(), recording.in_flight) == ([], 0)
+
+
+def test_a_known_prefix_is_not_computed_again(llama: Any, recording: Recording) -> None:
+    llama.create_completion(PROMPT, max_tokens=1)
+    llama.create_completion(PROMPT + " and why?", max_tokens=1)
+    first, second = recording.records()
+    assert (first.cached_tokens, second.prefix_tokens) == (0, second.input_tokens)
+    computed = sum(step.tokens for step in second.prefill_steps)
+    assert computed == second.input_tokens - second.cached_tokens < 20
+
+
+def test_drafted_tokens_come_several_in_a_step(path: Path, recording: Recording) -> None:
+    from llama_cpp.llama_speculative import LlamaDraftModel
+
+    class Guess(LlamaDraftModel):  # type: ignore[misc]
+        def __call__(self, input_ids: Any, /, **kwargs: Any) -> Any:
+            return np.repeat(input_ids[-1], 3)
+
+    llama = load(path, draft_model=Guess(), logits_all=True)
+    usage = llama.create_completion(PROMPT, max_tokens=12, temperature=0)["usage"]
+    (record,) = recording.records()
+    assert record.output_tokens == usage["completion_tokens"] == 12
+    assert record.drafted_tokens > record.accepted_tokens > 0
+    assert len(record.steps) + record.accepted_tokens == 12
+
+
+def test_embeddings_are_one_stage(path: Path, recording: Recording, serve: Serve) -> None:
+    llama = load(path, embedding=True)
+    with serve():
+        llama.create_embedding(["why", "is the sky", "blue"])
+    (record,) = recording.records()
+    assert describe(record) == ("embeddings", "llama-cpp-python", "tiny-llama")
+    assert (stages_of(record), record.stages[1].attributes) == (["ingress", "forward"], {semconv.ITEMS: 3})
+
+
+def test_a_refused_completion_keeps_its_exception(llama: Any, recording: Recording) -> None:
+    with pytest.raises(ValueError, match="exceed context window") as raised:
+        llama.create_completion(PROMPT * 9)
+    (record,) = recording.records()
+    assert (record.outcome, record.error_type) == (events.ERROR, type(raised.value).__qualname__)
+
+
+def test_a_failed_pass_keeps_its_exception(
+    llama: Any, recording: Recording, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from llama_cpp import llama_cpp as compiled
+
+    monkeypatch.setattr(compiled, "llama_decode", lambda *args: 1)
+    with pytest.raises(RuntimeError, match="llama_decode returned 1"):
+        llama.create_completion(PROMPT)
+    (record,) = recording.records()
+    assert (record.outcome, record.error_type) == (events.ERROR, "RuntimeError")
+
+
+def test_the_load_of_a_model_is_a_phase_of_the_start(path: Path, recording: Recording) -> None:
+    recorder.ensure_rings()
+    load(path)
+    (phase,) = [event for event in recording.events() if type(event) is events.PhaseEnded]
+    assert phase[2:] == ("weights", "llama-cpp-python", "tiny-llama", "")

@@ -1,0 +1,133 @@
+"""OpenVINO: each inference is a stage: a call, a request that is waited for or calls back, and a queue of requests."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from otel_infer import semconv
+from otel_infer.instrumentation import openvino as hooks
+from otel_infer.ringbuffer import events
+from otel_infer.ringbuffer.recorder import recorder
+from tests.engines.conftest import Serve, describe
+from tests.engines.onnx_models import COLUMNS, make_rows
+from tests.support.rings import Recording, stages_of
+
+ov = pytest.importorskip("openvino", reason="openvino is not installed")
+
+
+@pytest.fixture(autouse=True)
+def installed() -> Iterator[None]:
+    hooks.instrumentor.install()
+    assert hooks.instrumentor.status.state == "active", hooks.instrumentor.status.drift
+    yield
+    hooks.instrumentor.remove()
+
+
+def make_model() -> Any:
+    from openvino import opset13 as ops
+
+    rows = ops.parameter([-1, COLUMNS], np.float32, name="rows")
+    weights = ops.constant(np.ones((COLUMNS, 4), np.float32))
+    return ov.Model([ops.matmul(rows, weights, False, False)], [rows], "classifier")
+
+
+@pytest.fixture
+def compiled() -> Any:
+    return ov.Core().compile_model(make_model(), "CPU")
+
+
+def call(compiled: Any, rows: np.ndarray) -> None:
+    assert compiled(rows)[0].shape == (len(rows), 4)
+
+
+def infer(compiled: Any, rows: np.ndarray) -> None:
+    compiled.create_infer_request().infer({0: rows})
+
+
+def infer_new(compiled: Any, rows: np.ndarray) -> None:
+    compiled.infer_new_request({0: rows})
+
+
+def wait(compiled: Any, rows: np.ndarray) -> None:
+    request = compiled.create_infer_request()
+    request.start_async({0: rows})
+    request.wait()
+
+
+def call_back(compiled: Any, rows: np.ndarray) -> None:
+    request, done = compiled.create_infer_request(), threading.Event()
+    request.set_callback(lambda data: done.set(), "mine")
+    request.start_async({0: rows})
+    assert done.wait(10)
+
+
+def queue(compiled: Any, rows: np.ndarray) -> None:
+    jobs = ov.AsyncInferQueue(compiled, 2)
+    jobs.start_async({0: rows}, "mine")
+    jobs.wait_all()
+
+
+def queue_with_callback(compiled: Any, rows: np.ndarray) -> None:
+    jobs, got = ov.AsyncInferQueue(compiled, 2), []
+    jobs.set_callback(lambda request, data: got.append((data, request.get_output_tensor(0).data.shape)))
+    jobs.start_async({0: rows}, "mine")
+    jobs.wait_all()
+    assert got == [("mine", (len(rows), 4))]
+
+
+WAYS = (call, infer, infer_new, wait, call_back, queue, queue_with_callback)
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_an_inference_is_a_stage_of_its_request(
+    way: Any, compiled: Any, recording: Recording, serve: Serve
+) -> None:
+    with serve():
+        way(compiled, make_rows(3))
+    (record,) = recording.records()
+    assert stages_of(record) == ["ingress", "forward"]
+    assert describe(record) == ("inference", "openvino", "classifier")
+    assert record.stages[1].attributes[semconv.ITEMS] == 3
+    assert record.attributes[semconv.EXECUTION_PROVIDER] == "CPU"
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_an_inference_without_a_request_is_one(way: Any, compiled: Any, recording: Recording) -> None:
+    way(compiled, make_rows(3))
+    (record,) = recording.records()
+    assert (record.name, stages_of(record)) == ("inference classifier", ["forward"])
+
+
+def test_a_queue_without_an_idle_request_is_waited_for(
+    compiled: Any, recording: Recording, serve: Serve
+) -> None:
+    jobs = ov.AsyncInferQueue(compiled, 1)
+    jobs.set_callback(lambda request, data: time.sleep(0.05))
+    with serve():
+        for number in range(3):
+            jobs.start_async({0: make_rows(1)}, number)
+        jobs.wait_all()
+    (record,) = recording.records()
+    assert sorted(stages_of(record)) == ["forward"] * 3 + ["ingress"] + ["queue wait"] * 2
+    waits = [stage.ended_at - stage.started_at for stage in record.stages if stage.name == "queue wait"]
+    assert min(waits) > 40e6
+
+
+def test_a_failed_inference_keeps_its_exception(compiled: Any, recording: Recording) -> None:
+    with pytest.raises(Exception) as raised:
+        compiled(np.ones((1, 3), np.float32))
+    (record,) = recording.records()
+    assert (record.outcome, record.error_type) == (events.ERROR, type(raised.value).__qualname__)
+
+
+def test_the_compilation_of_a_model_is_a_phase_of_the_start(recording: Recording) -> None:
+    recorder.ensure_rings()
+    ov.Core().compile_model(make_model(), "CPU")
+    (phase,) = [event for event in recording.events() if type(event) is events.PhaseEnded]
+    assert phase[2:] == ("weights", "openvino", "classifier", "")

@@ -1,0 +1,152 @@
+"""scikit-learn, XGBoost and LightGBM: the outermost `predict` is one stage, whatever it calls."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from otel_infer import semconv
+from otel_infer.instrumentation import lightgbm as lightgbm_hooks
+from otel_infer.instrumentation import sklearn as hooks
+from otel_infer.instrumentation import xgboost as xgboost_hooks
+from otel_infer.ringbuffer import events
+from tests.engines.conftest import Serve, describe
+from tests.support.rings import Recording, stages_of
+
+pytest.importorskip("sklearn", reason="scikit-learn is not installed")
+ROWS = np.random.default_rng(0).normal(size=(40, 4))
+LABELS = (ROWS[:, 0] > 0).astype(int)
+INSTRUMENTORS = hooks.instrumentor, xgboost_hooks.instrumentor, lightgbm_hooks.instrumentor
+
+
+@pytest.fixture(autouse=True)
+def installed() -> Iterator[None]:
+    import lightgbm
+    import sklearn.base
+    import xgboost
+
+    assert sklearn.base and xgboost and lightgbm
+    for instrumentor in INSTRUMENTORS:
+        instrumentor.install()
+        assert instrumentor.status.state == "active", instrumentor.status.drift
+    yield
+    for instrumentor in reversed(INSTRUMENTORS):
+        instrumentor.remove()
+
+
+def make_forest() -> Any:
+    from sklearn.ensemble import RandomForestClassifier
+
+    return RandomForestClassifier(n_estimators=4, random_state=0)
+
+
+def make_pipeline() -> Any:
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
+
+    return make_pipeline(StandardScaler(), make_forest())
+
+
+def make_search() -> Any:
+    from sklearn.model_selection import GridSearchCV
+    from sklearn.svm import SVC
+
+    return GridSearchCV(SVC(), {"C": [1, 2]}, cv=2)
+
+
+def make_xgboost() -> Any:
+    from xgboost import XGBClassifier
+
+    return XGBClassifier(n_estimators=2)
+
+
+def make_lightgbm() -> Any:
+    from lightgbm import LGBMClassifier
+
+    return LGBMClassifier(n_estimators=2, verbose=-1)
+
+
+MODELS = {
+    "forest": (make_forest, "scikit-learn", "RandomForestClassifier"),
+    "pipeline": (make_pipeline, "scikit-learn", "RandomForestClassifier"),
+    "search": (make_search, "scikit-learn", "GridSearchCV"),
+    "xgboost": (make_xgboost, "xgboost", "XGBClassifier"),
+    "lightgbm": (make_lightgbm, "lightgbm", "LGBMClassifier"),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_prediction_is_one_stage_and_training_is_none(
+    name: str, recording: Recording, serve: Serve
+) -> None:
+    make, provider, model = MODELS[name]
+    fitted = make().fit(ROWS, LABELS)
+    assert recording.records() == []
+    with serve():
+        expected = fitted.predict(ROWS[:3])
+    (record,) = recording.records()
+    assert (stages_of(record), describe(record)) == (["ingress", "forward"], ("inference", provider, model))
+    assert record.stages[1].attributes[semconv.ITEMS] == len(expected) == 3
+
+
+def test_probabilities_are_an_inference(recording: Recording) -> None:
+    make_forest().fit(ROWS, LABELS).predict_proba(ROWS[:2])
+    (record,) = recording.records()
+    assert (record.name, stages_of(record)) == ("inference RandomForestClassifier", ["forward"])
+
+
+def test_a_booster_is_one_stage(recording: Recording) -> None:
+    import lightgbm
+    import xgboost
+
+    booster = xgboost.train({"objective": "binary:logistic"}, xgboost.DMatrix(ROWS, LABELS), 2)
+    booster.predict(xgboost.DMatrix(ROWS[:5]))
+    lightgbm.train({"verbose": -1}, lightgbm.Dataset(ROWS, LABELS), 2).predict(ROWS[:5])
+    first, second = recording.records()
+    assert (describe(first), describe(second)) == (
+        ("inference", "xgboost", "Booster"), ("inference", "lightgbm", "Booster"),
+    )  # fmt: skip
+    assert [record.stages[0].attributes[semconv.ITEMS] for record in (first, second)] == [5, 5]
+
+
+def test_a_failed_prediction_keeps_its_exception(recording: Recording) -> None:
+    with pytest.raises(Exception, match="not fitted") as raised:
+        make_forest().predict(ROWS)
+    (record,) = recording.records()
+    assert (record.outcome, record.error_type) == (events.ERROR, type(raised.value).__qualname__)
+
+
+def test_a_class_that_is_defined_later_is_followed(recording: Recording) -> None:
+    from sklearn.base import BaseEstimator
+
+    class Constant(BaseEstimator):  # type: ignore[misc]
+        def predict(self, data: Any) -> Any:
+            return [1] * len(data)
+
+    Constant().predict([[1.0], [2.0]])
+    (record,) = recording.records()
+    assert (record.model, record.stages[0].attributes[semconv.ITEMS]) == ("Constant", 2)
+
+
+def test_models_pickle_and_check_their_methods_as_before(recording: Recording) -> None:
+    from sklearn.svm import SVC
+
+    assert not hasattr(SVC(probability=False), "predict_proba")
+    fitted = pickle.loads(pickle.dumps(make_pipeline().fit(ROWS, LABELS)))
+    assert fitted.predict(ROWS[:2]).tolist() == LABELS[:2].tolist()
+
+
+def test_hooks_that_are_removed_leave_the_classes_as_they_were() -> None:
+    from sklearn.ensemble import RandomForestClassifier
+    from sklearn.pipeline import Pipeline
+
+    hooks.instrumentor.remove()
+    before = RandomForestClassifier.__mro__[1].__dict__["predict"], Pipeline.__dict__["predict"]
+    hooks.instrumentor.install()
+    assert RandomForestClassifier.__mro__[1].__dict__["predict"] is not before[0]
+    hooks.instrumentor.remove()
+    assert (RandomForestClassifier.__mro__[1].__dict__["predict"], Pipeline.__dict__["predict"]) == before
