@@ -15,7 +15,7 @@ from typing import Any
 from otel_infer import _clock
 from otel_infer.instrumentation.hooks.probe import Hook
 from otel_infer.instrumentation.hooks.thread_counters import begin_thread_run, record_thread_run
-from otel_infer.instrumentation.model_calls import ModelLibrary, open_request
+from otel_infer.instrumentation.model_calls import ModelLibrary, open_request, record_place
 from otel_infer.ringbuffer import events
 from otel_infer.ringbuffer.batch_writer import BatchWriter
 from otel_infer.ringbuffer.recorder import recorder
@@ -33,7 +33,7 @@ class Generation:
     """
 
     __slots__ = (
-        "_members", "began_at", "is_ended", "library", "max_tokens", "owns_request", "packed", "request", "step", "steps", "tokens",
+        "_members", "began_at", "is_ended", "is_submitted", "library", "max_tokens", "owns_request", "packed", "request", "step", "steps", "tokens",
         "writer",
     )  # fmt: skip
 
@@ -43,7 +43,7 @@ class Generation:
         self.library, self.request, self.owns_request = library, request, owns_request
         self.packed, self.max_tokens, self.began_at = request.packed, max_tokens, _clock.now()
         self.tokens = self.step = self.steps = 0
-        self.is_ended = False
+        self.is_ended = self.is_submitted = False
         self._members = [self]
         self.writer: BatchWriter | None = recorder.acquire_batch_writer(library.provider)
         if self.writer is None:
@@ -51,6 +51,12 @@ class Generation:
         else:
             self.writer.pack_handles = _pack_handles
             begin_thread_run()
+
+    def submit(self, prompt_tokens: int = 0) -> None:
+        """Records that the input is handed over to the model, once. `prompt_tokens`: 0 = unknown."""
+        if not self.is_submitted:
+            self.is_submitted = True
+            self.request.record_submitted(self.library.provider, 1, prompt_tokens, self.max_tokens)
 
     def begin_step(self, tokens: int = 1, kv_used: int = 0, kv_total: int = 0) -> None:
         """Records that a pass over the model begins. `tokens`: that it computes. `kv_*`: KV blocks, 0 of 0 = unknown."""
@@ -112,9 +118,17 @@ def _pack_handles(members: Any) -> bytes:
 
 
 def begin_generation(
-    library: ModelLibrary, model: Any, hook: Hook, prompt_tokens: int = 0, max_tokens: int = 0
+    library: ModelLibrary,
+    model: Any,
+    hook: Hook,
+    prompt_tokens: int = 0,
+    max_tokens: int = 0,
+    is_prepared: bool = True,
 ) -> Generation | None:
-    """Returns the generation that begins now; None if it is not recorded. Counts: 0 = unknown."""
+    """Returns the generation that begins now; None if it is not recorded. Counts: 0 = unknown.
+
+    `is_prepared`: False = the library prepares its input first, and calls `Generation.submit` then.
+    """
     try:
         request = start.begin_model_call()
         owns_request = request is None
@@ -123,8 +137,10 @@ def begin_generation(
             return None
         if not owns_request:
             _name_request(request, library, model)
-        request.record_submitted(library.provider, 1, prompt_tokens, max_tokens)
-        return Generation(library, request, owns_request, max_tokens)
+        generation = Generation(library, request, owns_request, max_tokens)
+        if is_prepared:
+            generation.submit(prompt_tokens)
+        return generation
     except Exception as exc:
         hook.mark_failed(exc)
         return None
@@ -136,3 +152,4 @@ def _name_request(request: request_span.RequestSpan, library: ModelLibrary, mode
         request.set_operation(
             request.operation or library.operation, library.provider, library.read_model(model)
         )
+        record_place(request, library, model)

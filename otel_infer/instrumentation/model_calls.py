@@ -103,7 +103,7 @@ def open_request(
     )
     if request is not None:
         request.has_forward_name = True
-        _record_place(request, library, model)
+        record_place(request, library, model)
     return request
 
 
@@ -112,10 +112,11 @@ def name_request(request: request_span.RequestSpan, library: ModelLibrary, model
     if not request.is_named and not request.has_forward_name:
         request.has_forward_name = True
         request.set_operation(library.operation, library.provider, library.read_model(model))
-        _record_place(request, library, model)
+        record_place(request, library, model)
 
 
-def _record_place(request: request_span.RequestSpan, library: ModelLibrary, model: Any) -> None:
+def record_place(request: request_span.RequestSpan, library: ModelLibrary, model: Any) -> None:
+    """Records where the model runs, if the library tells it."""
     place = library.read_place(model) if library.read_place is not None else ""
     if place:
         request.record_attribute(semconv.EXECUTION_PROVIDER, place)

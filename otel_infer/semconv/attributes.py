@@ -50,6 +50,7 @@ GPU_COUNT, GPU_MODELS, GPU_DRIVER = "infer.gpu.count", "infer.gpu.models", "infe
 OPERATION_EMBEDDINGS = "embeddings"
 OPERATION_INFERENCE = "inference"
 OPERATION_RERANK = "rerank"
+OPERATION_TRANSCRIPTION = "transcription"
 OPERATION_CHAT, OPERATION_TEXT_COMPLETION = "chat", "text_completion"
 OTHER = "_OTHER"
 CLOCK_HOST, CLOCK_DEVICE = "host", "device"
@@ -194,6 +195,8 @@ MEMORY_FREE_END = "infer.device.memory.free.end"
 """Free bytes of the device with the least free memory, as last measured before arrival, the first token and
 the end.
 """
+AUDIO_DURATION = "infer.audio.duration"
+"""Length of the audio that a request transcribes, s."""
 BATCHES_ACTIVE, BATCHES_QUEUED = "infer.batches.active", "infer.batches.queued"
 """Batches that the threads of a model computed when a call was made, and that waited for one."""
 EXECUTION_PROVIDER = "infer.execution_provider"

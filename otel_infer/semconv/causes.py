@@ -177,7 +177,7 @@ CAUSE_TABLE = (
         CAUSE_DECODE, GROUP_OWN_WORK, "#74b866",
         "its own work in the model: what its steps, or its `forward`, would have cost alone",
         "a smaller or quantized model, speculative decoding, or a faster device",
-        stages=(spans.SPAN_FORWARD, spans.SPAN_DECODE),
+        stages=(spans.SPAN_FORWARD, spans.SPAN_DECODE, *spans.MODEL_PARTS),
         is_fault=False,
     ),
     Cause(

@@ -25,6 +25,10 @@ SPAN_DECODE = "decode"
 SPAN_DECODE_STEP = "decode step"
 SPAN_D2H = "d2h"
 SPAN_FORWARD = "forward"
+SPAN_ENCODE, SPAN_ENCODE_PROMPT = "encode", "encode prompt"
+SPAN_DENOISE_STEP, SPAN_DECODE_IMAGE = "denoise step", "decode image"
+MODEL_PARTS = (SPAN_ENCODE, SPAN_ENCODE_PROMPT, SPAN_DENOISE_STEP, SPAN_DECODE_IMAGE)
+"""Parts of one call of a model, inside of `forward` or `prefill`: encoders, each step of a diffusion, the image's decoder."""
 SPAN_POSTPROCESS = "postprocess"
 SPAN_DOCTOR = "otel_infer doctor"
 EVENT_PAUSE = "infer.pause"
@@ -77,9 +81,10 @@ NESTED_STAGES = (
     SPAN_PREPARE_MEDIA,
     SPAN_GRAMMAR,
     SPAN_KV_TRANSFER,
+    *MODEL_PARTS,
     STAGE_DETOKENIZE,
 )
-"""Stages inside other stages: `ingress`, `tokenize`, `queue`, `postprocess`."""
+"""Stages inside other stages: `ingress`, `tokenize`, `queue`, `prefill`, `forward`, `postprocess`."""
 STAGES = (
     SPAN_ACCEPT,
     SPAN_INGRESS,

@@ -1,0 +1,109 @@
+"""CTranslate2: encoders and scores are a stage, generations a decode; a callback for each token shows their steps."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from otel_infer import semconv
+from otel_infer.instrumentation import ctranslate2 as hooks
+from otel_infer.ringbuffer import events
+from otel_infer.ringbuffer.recorder import recorder
+from tests.engines.conftest import Serve, describe
+from tests.support.rings import Recording, stages_of
+
+ctranslate2 = pytest.importorskip("ctranslate2", reason="ctranslate2 is not installed")
+PROMPT = ["<s>", "a", "b", "c"]
+
+
+@pytest.fixture(autouse=True)
+def installed() -> Iterator[None]:
+    hooks.instrumentor.install()
+    assert hooks.instrumentor.status.state == "active", hooks.instrumentor.status.drift
+    yield
+    hooks.instrumentor.remove()
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path) -> Path:
+    from ctranslate2.converters import TransformersConverter
+
+    return Path(
+        TransformersConverter(str(tiny_llama)).convert(str(tmp_path_factory.mktemp("models") / "ct2-llama"))
+    )
+
+
+@pytest.fixture
+def generator(folder: Path) -> Any:
+    return ctranslate2.Generator(str(folder), intra_threads=1)
+
+
+def generate(generator: Any, **settings: Any) -> Any:
+    return generator.generate_batch(
+        [PROMPT, PROMPT], max_length=5, min_length=5, include_prompt_in_result=False, **settings
+    )
+
+
+def test_a_batch_is_one_decode(generator: Any, recording: Recording, serve: Serve) -> None:
+    with serve():
+        results = generate(generator)
+    (record,) = recording.records()
+    assert describe(record) == ("text_completion", "ctranslate2", "ct2-llama")
+    assert stages_of(record) == ["ingress", "queue", "decode"]
+    assert record.output_tokens == sum(len(result.sequences_ids[0]) for result in results) == 10
+    assert record.attributes[semconv.BATCHES_QUEUED] == 0
+    assert record.attributes[semconv.EXECUTION_PROVIDER] == "cpu"
+
+
+def test_a_batch_with_a_callback_has_steps(generator: Any, recording: Recording) -> None:
+    seen: list[int] = []
+    generate(generator, callback=lambda result: seen.append(result.step) and False)
+    (record,) = recording.records()
+    assert stages_of(record)[-2:] == ["prefill", "decode"]
+    assert (len(record.steps), record.output_tokens, len(seen)) == (5, 10, 10)
+
+
+def test_a_stream_of_tokens_has_steps(generator: Any, recording: Recording) -> None:
+    tokens = list(generator.generate_tokens(PROMPT, max_length=5, min_length=5))
+    (record,) = recording.records()
+    assert (record.output_tokens, len(record.steps)) == (len(tokens), len(tokens)) == (5, 5)
+
+
+def test_an_asynchronous_batch_ends_with_its_result(generator: Any, recording: Recording) -> None:
+    results = generate(generator, asynchronous=True)
+    assert recording.records() == []
+    results[0].result()
+    (record,) = recording.records()
+    assert stages_of(record) == ["queue", "decode"]
+
+
+def test_an_asynchronous_batch_that_is_dropped_is_aborted(generator: Any, recording: Recording) -> None:
+    generate(generator, asynchronous=True)
+    gc.collect()
+    (record,) = recording.records()
+    assert record.outcome == events.ABORTED
+
+
+def test_scores_are_a_stage(generator: Any, recording: Recording) -> None:
+    generator.score_batch([PROMPT, PROMPT, PROMPT])
+    (record,) = recording.records()
+    assert (record.name, stages_of(record)) == ("inference ct2-llama", ["forward"])
+    assert record.stages[0].attributes[semconv.ITEMS] == 3
+
+
+def test_a_failed_batch_keeps_its_exception(generator: Any, recording: Recording) -> None:
+    with pytest.raises(ValueError, match="beam") as raised:
+        generate(generator, beam_size=0)
+    (record,) = recording.records()
+    assert (record.outcome, record.error_type) == (events.ERROR, type(raised.value).__qualname__)
+
+
+def test_the_load_of_a_model_is_a_phase_of_the_start(folder: Path, recording: Recording) -> None:
+    recorder.ensure_rings()
+    ctranslate2.Generator(str(folder))
+    (phase,) = [event for event in recording.events() if type(event) is events.PhaseEnded]
+    assert phase[2:] == ("weights", "ctranslate2", "ct2-llama", "")
