@@ -49,6 +49,8 @@ BUILTIN = {
     "onnxruntime": "onnxruntime",
     "openvino": "openvino",
     "ctranslate2": "ctranslate2",
+    "faster_whisper": "faster_whisper",
+    "diffusers": "diffusers",
     "sklearn": "sklearn",
     "xgboost": "xgboost",
     "lightgbm": "lightgbm",

@@ -50,6 +50,7 @@ GPU_COUNT, GPU_MODELS, GPU_DRIVER = "infer.gpu.count", "infer.gpu.models", "infe
 OPERATION_EMBEDDINGS = "embeddings"
 OPERATION_INFERENCE = "inference"
 OPERATION_RERANK = "rerank"
+OPERATION_GENERATE_CONTENT = "generate_content"
 OPERATION_TRANSCRIPTION = "transcription"
 OPERATION_CHAT, OPERATION_TEXT_COMPLETION = "chat", "text_completion"
 OTHER = "_OTHER"
@@ -195,6 +196,9 @@ MEMORY_FREE_END = "infer.device.memory.free.end"
 """Free bytes of the device with the least free memory, as last measured before arrival, the first token and
 the end.
 """
+DIFFUSION_STEPS = "infer.diffusion.steps"
+IMAGE_WIDTH, IMAGE_HEIGHT = "infer.image.width", "infer.image.height"
+"""Denoising steps of a request, and the size of the images that it made, px."""
 AUDIO_DURATION = "infer.audio.duration"
 """Length of the audio that a request transcribes, s."""
 BATCHES_ACTIVE, BATCHES_QUEUED = "infer.batches.active", "infer.batches.queued"
