@@ -77,14 +77,14 @@ class Diffusion:
 
     def end(self, result: Any, failure: BaseException | None) -> None:
         """Records the end of the call, the number of its steps, and the size of its images (px)."""
-        images = getattr(result, "images", None)
+        images: Any = getattr(result, "images", None)
         images = images if images is not None else ()
         request = self.call.request
         if self.steps:
             request.record_attribute(semconv.DIFFUSION_STEPS, self.steps)
         if len(images):
-            first: Any = images[0]  # of PIL, or an array of rows
-            width, height = first.size if hasattr(first, "getbands") else first.shape[1::-1]
+            first = images[0]  # of PIL, or an array of rows
+            width, height = first.size if hasattr(first, "getbands") else (first.shape[1], first.shape[0])
             request.record_attribute(semconv.IMAGE_WIDTH, int(width))
             request.record_attribute(semconv.IMAGE_HEIGHT, int(height))
         self.call.end(len(images), failure)

@@ -38,19 +38,23 @@ class Generation:
     )  # fmt: skip
 
     def __init__(
-        self, library: ModelLibrary, request: request_span.RequestSpan, owns_request: bool, max_tokens: int
+        self,
+        library: ModelLibrary,
+        request: request_span.RequestSpan,
+        owns_request: bool,
+        max_tokens: int,
+        has_own_steps: bool = True,
     ) -> None:
         self.library, self.request, self.owns_request = library, request, owns_request
         self.packed, self.max_tokens, self.began_at = request.packed, max_tokens, _clock.now()
         self.tokens = self.step = self.steps = 0
         self.is_ended = self.is_submitted = False
         self._members = [self]
-        self.writer: BatchWriter | None = recorder.acquire_batch_writer(library.provider)
-        if self.writer is None:
-            recorder.record_missing_steps(request.handle)
-        else:
-            self.writer.pack_handles = _pack_handles
+        self.writer = _acquire_writer(library) if has_own_steps else None
+        if self.writer is not None:
             begin_thread_run()
+        elif has_own_steps:
+            recorder.record_missing_steps(request.handle)
 
     def submit(self, prompt_tokens: int = 0) -> None:
         """Records that the input is handed over to the model, once. `prompt_tokens`: 0 = unknown."""
@@ -113,6 +117,50 @@ class Generation:
             self.request.close(outcome, error_type)
 
 
+class SharedSteps:
+    """The steps of a library that computes several generations in one pass, in one thread."""
+
+    __slots__ = ("_library", "_members", "_step", "_writer")
+
+    def __init__(self, library: ModelLibrary) -> None:
+        self._library = library
+        self._writer: BatchWriter | None = None
+        self._members: list[Generation] = []
+        self._step = 0
+
+    def begin_step(self, members: list[Generation], tokens: list[int]) -> None:
+        """Records that a pass begins. `tokens`: that it computes, of each member."""
+        if self._writer is None or not self._writer.alive:
+            self._writer = _acquire_writer(self._library)
+        self._members, self._step = members, 0
+        for member in members:
+            member.steps += 1
+        if self._writer is not None:
+            column = array("I", tokens).tobytes() if set(tokens) != {1} else b""
+            self._step = self._writer.write_scheduled(members, (), column, 0, 0, len(members), 0)
+
+    def end_step(self, tokens: list[int]) -> None:
+        """Records that its results are known. `tokens`: that it delivered, of each member."""
+        for member, count in zip(self._members, tokens):
+            member.tokens += count
+        if self._writer is not None and self._step:
+            column = array("I", tokens).tobytes() if set(tokens) != {1} else b""
+            self._writer.write_done(self._step, column, len(tokens))
+
+    def release(self) -> None:
+        """Gives up the ring: no generation is left."""
+        writer, self._writer, self._members = self._writer, None, []
+        if writer is not None:
+            recorder.release_batch_writer(self._library.provider, writer)
+
+
+def _acquire_writer(library: ModelLibrary) -> BatchWriter | None:
+    writer = recorder.acquire_batch_writer(library.provider)
+    if writer is not None:
+        writer.pack_handles = _pack_handles
+    return writer
+
+
 def _pack_handles(members: Any) -> bytes:
     return b"".join(map(_get_packed, members))
 
@@ -124,10 +172,12 @@ def begin_generation(
     prompt_tokens: int = 0,
     max_tokens: int = 0,
     is_prepared: bool = True,
+    has_own_steps: bool = True,
 ) -> Generation | None:
     """Returns the generation that begins now; None if it is not recorded. Counts: 0 = unknown.
 
-    `is_prepared`: False = the library prepares its input first, and calls `Generation.submit` then.
+    `is_prepared`: False = the library prepares its input first, and calls `Generation.submit` then. `has_own_steps`: False = its
+    steps are those of a `SharedSteps`.
     """
     try:
         request = start.begin_model_call()
@@ -137,7 +187,7 @@ def begin_generation(
             return None
         if not owns_request:
             _name_request(request, library, model)
-        generation = Generation(library, request, owns_request, max_tokens)
+        generation = Generation(library, request, owns_request, max_tokens, has_own_steps)
         if is_prepared:
             generation.submit(prompt_tokens)
         return generation

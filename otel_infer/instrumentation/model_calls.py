@@ -203,12 +203,19 @@ def wrap_tokenizer(original: Callable[..., Any], hook: Hook) -> Callable[..., An
         started_at = _clock.now()
         tokens = original(*args, **kwargs)
         try:
-            request.record_stage(events.TOKENIZE, started_at, len(tokens))
+            request.record_stage(events.TOKENIZE, started_at, count_tokens(tokens))
         except Exception as exc:
             hook.mark_failed(exc)
         return tokens
 
     return tokenize
+
+
+def count_tokens(tokens: Any) -> int:
+    """Returns the number of tokens of one text: of a list, or of an array or tensor, whose last dimension it is."""
+    shape: Any = getattr(tokens, "shape", None)
+    shape = shape() if callable(shape) else shape
+    return int(shape[-1]) if shape else len(tokens)
 
 
 def count_rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:

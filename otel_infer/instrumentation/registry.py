@@ -47,6 +47,7 @@ BUILTIN = {
     "llama_cpp": "llama_cpp",
     "sentence_transformers": "sentence_transformers",
     "onnxruntime": "onnxruntime",
+    "onnxruntime_genai": "onnxruntime_genai",
     "openvino": "openvino",
     "ctranslate2": "ctranslate2",
     "faster_whisper": "faster_whisper",
