@@ -17,9 +17,8 @@ from typing import Any
 from otel_infer import semconv
 from otel_infer.instrumentation.followed_streams import call_safely
 from otel_infer.instrumentation.generation_calls import Generation, begin_generation
-from otel_infer.instrumentation.hooks.engines import read_file_name
 from otel_infer.instrumentation.hooks.instrumentor import Instrumentor
-from otel_infer.instrumentation.hooks.model_loading import wrap_loading
+from otel_infer.instrumentation.hooks.model_loading import LoadedNames
 from otel_infer.instrumentation.hooks.probe import Hook, WrapperFactory
 from otel_infer.instrumentation.hooks.suppression import torch_suppressed
 from otel_infer.instrumentation.model_calls import ModelLibrary, wrap_call
@@ -30,38 +29,23 @@ _MODELS = ("Translator", "Generator", "Encoder", "Whisper", "Wav2Vec2", "Wav2Vec
 
 instrumentor = Instrumentor("ctranslate2", "ctranslate2", ("ctranslate2",), is_engine=True)
 
-_names: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
-"""Names of the models that were loaded. The objects are compiled, and do not tell their path."""
-
-
-def read_model(model: Any) -> str:
-    """Returns the name of the folder from which the model was loaded."""
-    return _names.get(model, type(model).__name__)
+_names = LoadedNames(PROVIDER)
 
 
 def read_place(model: Any) -> str:
     return str(model.device)
 
 
-LIBRARY = ModelLibrary(PROVIDER, read_model, read_place=read_place)
-GENERATION = ModelLibrary(PROVIDER, read_model, semconv.OPERATION_TEXT_COMPLETION, read_place=read_place)
+LIBRARY = ModelLibrary(PROVIDER, _names.read_name, read_place=read_place)
+GENERATION = ModelLibrary(
+    PROVIDER, _names.read_name, semconv.OPERATION_TEXT_COMPLETION, read_place=read_place
+)
 
 
 def count_rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     """Returns the number of sequences, or the first dimension of a `StorageView`; 0 = unknown."""
     batch = args[0] if args else next(iter(kwargs.values()), ())
     return len(batch) if isinstance(batch, (list, tuple)) else int(next(iter(batch.shape), 0))
-
-
-def _patch_init(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
-    def init(self: Any, model_path: Any, *args: Any, **kwargs: Any) -> Any:
-        result = original(self, model_path, *args, **kwargs)
-        if hook.alive:
-            call_safely(hook, _names.__setitem__, self, read_file_name(str(model_path)))
-        return result
-
-    init.__name__ = "__init__"
-    return wrap_loading(PROVIDER, read_model)(init, hook)
 
 
 class Tokens:
@@ -192,7 +176,7 @@ def _patch(path: str, make: WrapperFactory) -> None:
 
 
 for _model in _MODELS:
-    _patch(f"{_model}.__init__", _patch_init)
+    _patch(f"{_model}.__init__", _names.wrap_loading)
     for _method in ("encode", "forward_batch", "score_batch", "align", "detect_language"):
         _patch(f"{_model}.{_method}", wrap_call(LIBRARY, count_rows))
     for _method in ("generate_batch", "translate_batch", "generate"):

@@ -56,18 +56,28 @@ class Generation:
         elif has_own_steps:
             recorder.record_missing_steps(request.handle)
 
-    def submit(self, prompt_tokens: int = 0) -> None:
-        """Records that the input is handed over to the model, once. `prompt_tokens`: 0 = unknown."""
-        if not self.is_submitted:
-            self.is_submitted = True
-            self.request.record_submitted(self.library.provider, 1, prompt_tokens, self.max_tokens)
+    def submit(self, prompt_tokens: int = 0, at: int = 0) -> None:
+        """Records that the input is handed over to the model, once. `prompt_tokens`: 0 = unknown. `at`: monotonic ns; 0 = now."""
+        if self.is_submitted:
+            return
+        self.is_submitted, self.request.engine = True, self.library.provider
+        counts = events.clamp_count(prompt_tokens), self.max_tokens, self.library.provider
+        self.request.record_event(events.RequestSubmitted(at or _clock.now(), 1, *counts))
 
-    def begin_step(self, tokens: int = 1, kv_used: int = 0, kv_total: int = 0) -> None:
-        """Records that a pass over the model begins. `tokens`: that it computes. `kv_*`: KV blocks, 0 of 0 = unknown."""
+    def note_prompt(self, tokens: int) -> None:
+        """Records the number of tokens of a prompt that was submitted as a text."""
+        prompt = events.RequestSubmitted(_clock.now(), 0, tokens, 0, self.library.provider)
+        self.request.record_event(prompt)
+
+    def begin_step(self, tokens: int = 1, kv_used: int = 0, kv_total: int = 0, at: int = 0) -> None:
+        """Records that a pass over the model begins, `at` (monotonic ns; 0 = now).
+
+        `tokens`: that it computes. `kv_*`: KV blocks, 0 of 0 = unknown.
+        """
         self.steps += 1
         if self.writer is not None:
             column = b"" if tokens == 1 else array("I", (tokens,)).tobytes()
-            self.step = self.writer.write_scheduled(self._members, (), column, kv_used, kv_total, 1, 0)
+            self.step = self.writer.write_scheduled(self._members, (), column, kv_used, kv_total, 1, 0, at=at)
 
     def end_step(self, tokens: int = 1, at: int = 0) -> None:
         """Records that the results of the step are known, `at` (monotonic ns; 0 = now). `tokens`: that it delivered."""

@@ -15,9 +15,8 @@ from typing import Any
 from otel_infer import _clock, semconv
 from otel_infer.instrumentation.followed_streams import call_safely
 from otel_infer.instrumentation.generation_calls import Generation, SharedSteps, begin_generation
-from otel_infer.instrumentation.hooks.engines import read_file_name
 from otel_infer.instrumentation.hooks.instrumentor import Instrumentor
-from otel_infer.instrumentation.hooks.model_loading import wrap_loading
+from otel_infer.instrumentation.hooks.model_loading import LoadedNames
 from otel_infer.instrumentation.hooks.probe import Hook
 from otel_infer.instrumentation.model_calls import ModelLibrary, count_tokens, wrap_tokenizer
 from otel_infer.ringbuffer import events
@@ -27,37 +26,8 @@ _MODULE = "onnxruntime_genai.onnxruntime_genai"
 
 instrumentor = Instrumentor("onnxruntime_genai", "onnxruntime-genai", ("onnxruntime_genai",), is_engine=True)
 
-_names: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
-"""Names of models, and of the generators and engines that run them. The objects are compiled, and do not tell them."""
-
-
-def read_model(owner: Any) -> str:
-    """Returns the name of the folder from which the model was loaded."""
-    return _names.get(owner, "model")
-
-
-LIBRARY = ModelLibrary(PROVIDER, read_model, semconv.OPERATION_TEXT_COMPLETION)
-
-
-def _patch_model(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
-    def init(self: Any, source: Any, *args: Any) -> None:
-        original(self, source, *args)
-        if hook.alive and isinstance(source, str):
-            call_safely(hook, _names.__setitem__, self, read_file_name(source.rstrip("/")))
-
-    init.__name__ = "__init__"
-    return wrap_loading(PROVIDER, read_model)(init, hook)
-
-
-def _patch_owner(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
-    """For what is made of a model: a generator or an engine."""
-
-    def init(self: Any, model: Any, *args: Any) -> None:
-        original(self, model, *args)
-        if hook.alive:
-            call_safely(hook, lambda: _names.__setitem__(self, read_model(model)))
-
-    return init
+_names = LoadedNames(PROVIDER)
+LIBRARY = ModelLibrary(PROVIDER, _names.read_name, semconv.OPERATION_TEXT_COMPLETION)
 
 
 # ── a generator ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -127,8 +97,8 @@ def _patch_done(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
 class EngineTurns:
     """The turns that an engine computes, by the id of their request. `left`: prompt tokens that are not computed yet."""
 
-    def __init__(self, engine: Any) -> None:
-        self.name, self.steps = read_model(engine), SharedSteps(LIBRARY)
+    def __init__(self) -> None:
+        self.steps = SharedSteps(LIBRARY)
         self.turns: dict[int, Generation] = {}
         self.left: dict[int, int] = {}
 
@@ -189,8 +159,9 @@ _turns: weakref.WeakKeyDictionary[Any, EngineTurns] = weakref.WeakKeyDictionary(
 def _note_request(engine: Any, request: Any) -> None:
     known = _engines.get(engine)
     if known is None:
-        known = _engines[engine] = EngineTurns(engine)
-    _turns[request], _names[request] = known, known.name
+        known = _engines[engine] = EngineTurns()
+    _turns[request] = known
+    _names.copy_name(request, engine)
 
 
 def _patch_create(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
@@ -245,9 +216,9 @@ def _patch_run(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
 
 
 for _path, _make, _part in (
-    ("Model.__init__", _patch_model, ""), ("Generator.__init__", _patch_owner, ""), ("Generator.append_tokens", _patch_append, ""),
+    ("Model.__init__", _names.wrap_loading, ""), ("Generator.__init__", _names.wrap_owner, ""), ("Generator.append_tokens", _patch_append, ""),
     ("Generator.generate_next_token", _patch_next, ""), ("Generator.is_done", _patch_done, ""),
-    ("Tokenizer.encode", wrap_tokenizer, ""), ("Engine.__init__", _patch_owner, "engine"),
+    ("Tokenizer.encode", wrap_tokenizer, ""), ("Engine.__init__", _names.wrap_owner, "engine"),
     ("Engine.create_request", _patch_create, "engine"), ("Engine.run", _patch_run, "engine"),
     ("Request.begin_turn", _patch_turn, "engine"), ("Request.cancel_turn", _patch_leave, "engine"),
     ("Request.close", _patch_leave, "engine"),

@@ -49,6 +49,7 @@ BUILTIN = {
     "onnxruntime": "onnxruntime",
     "onnxruntime_genai": "onnxruntime_genai",
     "openvino": "openvino",
+    "openvino_genai": "openvino_genai",
     "ctranslate2": "ctranslate2",
     "faster_whisper": "faster_whisper",
     "diffusers": "diffusers",

@@ -108,6 +108,7 @@ class BatchWriter(BatchState):
         running: int = 0,
         waiting: int = 0,
         several: Sequence[tuple[Any, int]] = (),
+        at: int = 0,
     ) -> int:
         """Records that a batch was composed; returns the step's number.
 
@@ -116,7 +117,7 @@ class BatchWriter(BatchState):
         except those in `several`: a few (member, tokens). For many exceptions, `tokens` is a u32 column in
         the order of `members`. `kv_used` and `kv_total` count KV blocks, 0 of 0 = unknown.
         """
-        at, writer = _now(), self._writer
+        at, writer = at or _now(), self._writer
         if not (left or tokens or several) and members == self._members:
             step = writer.write_unchanged(len(members), kv_used, kv_total, running, waiting, at)
             if step:

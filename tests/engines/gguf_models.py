@@ -39,7 +39,7 @@ def _add_shape(writer: Any) -> None:
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_dimension_count(WIDTH // HEADS)
     writer.add_rope_freq_base(10000.0)
-    writer.add_file_type(0)
+    writer.add_file_type(1)  # half precision
 
 
 def _add_tokenizer(writer: Any, tokenizer: Any) -> int:
@@ -67,7 +67,7 @@ def _add_weights(writer: Any, vocabulary: int) -> None:
     def add(name: str, *shape: int) -> None:
         is_norm = len(shape) == 1
         weights = np.ones(shape) if is_norm else random.standard_normal(shape) * 0.05
-        writer.add_tensor(name, weights.astype("float32"))
+        writer.add_tensor(name, weights.astype("float32" if is_norm else "float16"))
 
     add("token_embd.weight", vocabulary, WIDTH)
     add("output_norm.weight", WIDTH)

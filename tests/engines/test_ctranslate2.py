@@ -53,7 +53,7 @@ def test_a_batch_is_one_decode(generator: Any, recording: Recording, serve: Serv
         results = generate(generator)
     (record,) = recording.records()
     assert describe(record) == ("text_completion", "ctranslate2", "ct2-llama")
-    assert stages_of(record) == ["ingress", "queue", "decode"]
+    assert stages_of(record) == ["ingress", "decode"]
     assert record.output_tokens == sum(len(result.sequences_ids[0]) for result in results) == 10
     assert record.attributes[semconv.BATCHES_QUEUED] == 0
     assert record.attributes[semconv.EXECUTION_PROVIDER] == "cpu"
@@ -78,7 +78,7 @@ def test_an_asynchronous_batch_ends_with_its_result(generator: Any, recording: R
     assert recording.records() == []
     results[0].result()
     (record,) = recording.records()
-    assert stages_of(record) == ["queue", "decode"]
+    assert stages_of(record) == ["decode"]
 
 
 def test_an_asynchronous_batch_that_is_dropped_is_aborted(generator: Any, recording: Recording) -> None:

@@ -5,11 +5,14 @@ The outermost load counts, because a model may load others as its components.
 
 from __future__ import annotations
 
+import os
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 from otel_infer import _clock
+from otel_infer.instrumentation.hooks.engines import read_file_name
 from otel_infer.instrumentation.hooks.probe import Hook, WrapperFactory
 from otel_infer.ringbuffer import events
 from otel_infer.ringbuffer.recorder import recorder
@@ -86,3 +89,50 @@ def _end_loading(
         )
     except BaseException as exc:
         hook.mark_failed(exc)
+
+
+class LoadedNames:
+    """Names of the models of a library whose objects are compiled, and do not tell from where they were loaded.
+
+    A library's `__init__` takes the path first; what is made of a model takes that first.
+    """
+
+    def __init__(self, engine: str) -> None:
+        self._engine = engine
+        self._names: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+
+    def read_name(self, owner: Any) -> str:
+        """Returns the name of the folder or file of a model, or of the model of an object; else the object's class."""
+        return self._names.get(owner) or type(owner).__name__
+
+    def copy_name(self, owner: Any, source: Any) -> None:
+        """Names an object as another one, if that has a name."""
+        if source in self._names:
+            self._names[owner] = self._names[source]
+
+    def wrap_loading(self, original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+        """A factory for the `__init__` of a model."""
+
+        def init(self_: Any, path: Any, *args: Any, **kwargs: Any) -> None:
+            original(self_, path, *args, **kwargs)
+            if hook.alive and isinstance(path, (str, os.PathLike)):
+                self._note(self_, read_file_name(str(path).rstrip("/")), hook)
+
+        init.__name__ = "__init__"
+        return wrap_loading(self._engine, self.read_name)(init, hook)
+
+    def wrap_owner(self, original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+        """A factory for the `__init__` of what is made of a model."""
+
+        def init(self_: Any, model: Any, *args: Any, **kwargs: Any) -> None:
+            original(self_, model, *args, **kwargs)
+            if hook.alive:
+                self._note(self_, self._names.get(model, ""), hook)
+
+        return init
+
+    def _note(self, owner: Any, name: str, hook: Hook) -> None:
+        try:
+            self._names[owner] = name
+        except Exception as exc:
+            hook.mark_failed(exc)

@@ -1,0 +1,129 @@
+"""OpenVINO GenAI: tokens at the library's own instants, the steps of continuous batching, and streamers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from otel_infer.instrumentation import openvino_genai as hooks
+from otel_infer.ringbuffer import events
+from otel_infer.ringbuffer.recorder import recorder
+from tests.engines.conftest import Serve, describe
+from tests.support.rings import Recording, stages_of
+
+genai = pytest.importorskip("openvino_genai", reason="openvino-genai is not installed")
+PROMPT = "why is the sky blue? "
+
+
+@pytest.fixture(autouse=True)
+def installed() -> Iterator[None]:
+    hooks.instrumentor.install()
+    assert hooks.instrumentor.status.state == "active", hooks.instrumentor.status.drift
+    yield
+    hooks.instrumentor.remove()
+
+
+@pytest.fixture(scope="session")
+def path(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path) -> Path:
+    from tests.engines.gguf_models import make_gguf
+
+    return make_gguf(tmp_path_factory.mktemp("models") / "tiny-llama.gguf", tiny_llama)
+
+
+@pytest.fixture
+def pipeline(path: Path) -> Any:
+    return genai.LLMPipeline(str(path), "CPU")
+
+
+@pytest.fixture
+def batching(path: Path) -> Any:
+    settings = genai.SchedulerConfig()
+    settings.cache_size = 1
+    return genai.ContinuousBatchingPipeline(str(path), settings, "CPU")
+
+
+def make_settings(tokens: int) -> Any:
+    settings = genai.GenerationConfig()
+    settings.max_new_tokens, settings.ignore_eos = tokens, True
+    return settings
+
+
+def test_tokens_have_the_instants_of_the_library(pipeline: Any, recording: Recording, serve: Serve) -> None:
+    with serve():
+        result = pipeline.generate([PROMPT], make_settings(5))
+    (record,) = recording.records()
+    metrics = result.perf_metrics
+    assert describe(record) == ("text_completion", "openvino-genai", "tiny-llama")
+    assert stages_of(record) == ["ingress", "tokenize", "queue", "prefill", "decode"]
+    counted = metrics.get_num_input_tokens(), metrics.get_num_generated_tokens()
+    assert (record.input_tokens, record.output_tokens) == counted
+    times = [at * 1e6 for at in metrics.raw_metrics.m_new_token_times]
+    assert [record.first_token_at, record.last_token_at] == pytest.approx([times[0], times[-1]], abs=2)
+    assert len(record.steps) == 5
+
+
+def test_a_text_is_one_decode(pipeline: Any, recording: Recording) -> None:
+    assert isinstance(pipeline.generate(PROMPT, make_settings(5)), str)
+    (record,) = recording.records()
+    assert (record.name, stages_of(record)) == ("text_completion tiny-llama", ["decode"])
+
+
+def test_the_calls_of_a_streamer_are_steps(pipeline: Any, recording: Recording) -> None:
+    texts: list[str] = []
+    pipeline.generate(PROMPT, make_settings(8), texts.append)
+    pipeline.generate(PROMPT, generation_config=make_settings(8), streamer=texts.append)
+    for record in recording.records():
+        assert len(record.steps) == record.output_tokens == len(texts) / 2
+
+
+def test_a_step_is_one_of_all_its_requests(batching: Any, recording: Recording) -> None:
+    handles = [
+        batching.add_request(0, PROMPT, make_settings(3)),
+        batching.add_request(1, PROMPT * 2, make_settings(5)),
+    ]
+    steps = 0
+    while batching.has_non_finished_requests():
+        batching.step()
+        steps += 1
+    first, second = recording.records()
+    assert (len(first.steps), len(second.steps), steps) == (3, 5, 5)
+    assert second.steps.batch_size.tolist() == [2, 2, 2, 1, 1]
+    for record, handle in zip((first, second), handles):
+        metrics = handle.get_perf_metrics()
+        assert record.input_tokens == metrics.get_num_input_tokens()
+        assert record.output_tokens == len(metrics.raw_metrics.m_new_token_times)
+        assert len(handle.read_all()[0].generated_ids) == record.output_tokens
+
+
+def test_a_request_that_is_cancelled_is_aborted(batching: Any, recording: Recording) -> None:
+    handle = batching.add_request(0, PROMPT, make_settings(50))
+    batching.step()
+    handle.cancel()
+    batching.step()
+    (record,) = recording.records()
+    assert record.outcome == events.ABORTED
+
+
+def test_a_batch_of_texts_has_the_instants_of_its_first(batching: Any, recording: Recording) -> None:
+    batching.generate([PROMPT], [make_settings(4)])
+    (record,) = recording.records()
+    assert (len(record.steps), record.output_tokens) == (4, 4)
+
+
+def test_a_failed_call_keeps_its_exception(pipeline: Any, recording: Recording) -> None:
+    settings = make_settings(4)
+    settings.num_beams, settings.num_return_sequences = 2, 3
+    with pytest.raises(RuntimeError) as raised:
+        pipeline.generate([PROMPT], settings)
+    (record,) = recording.records()
+    assert (record.outcome, record.error_type) == (events.ERROR, type(raised.value).__qualname__)
+
+
+def test_the_load_of_a_model_is_a_phase_of_the_start(path: Path, recording: Recording) -> None:
+    recorder.ensure_rings()
+    genai.LLMPipeline(str(path), "CPU")
+    (phase,) = [event for event in recording.events() if type(event) is events.PhaseEnded]
+    assert phase[2:] == ("weights", "openvino-genai", "tiny-llama", "")
