@@ -56,7 +56,7 @@ BUILTIN = {
     "sklearn": "sklearn",
     "xgboost": "xgboost",
     "lightgbm": "lightgbm",
-    "torch": "torch.forward",
+    "torch": "torch.loaded_models",
     "torch_compile": "torch.compile",
     "cuda_graphs": "torch.cuda_graphs",
 }

@@ -11,7 +11,8 @@ suppressed: inside `generate`, a batch or another model.
 A call is a stage of the current request. Without a request it becomes a separate request, unless gradients
 are enabled, because that is a training loop. Stage times are host times: on an accelerator the work may still
 be running when `forward` returns. Device time is recorded in addition where the device is timed.
-Models that were loaded before `instrument()` are not recorded, nor calls by any other way than `model(...)`.
+A part of a model that is a class of the application is watched as well, so a call of another method (`encode_image`, `forward`)
+is seen by the parts that it calls. Models that were loaded before `instrument()` are not recorded.
 """
 
 from __future__ import annotations
@@ -57,6 +58,8 @@ _outermost_modules: dict[int, weakref.ref[Any]] = {}
 _patched_classes: weakref.WeakSet[type] = weakref.WeakSet()
 _model_names: dict[int, ModelNames] = {}
 """Names of the outermost modules that were called, by their ids."""
+_wholes: dict[int, weakref.ref[Any]] = {}
+"""The models that modules are parts of, by the ids of the parts."""
 
 
 class _TorchInstrumentor(Instrumentor):
@@ -170,7 +173,8 @@ def _begin_timing(module: Any) -> Any:
 
 
 def _read_names(module: Any) -> ModelNames:
-    model = read_model_name(module)
+    whole = _wholes.get(id(module))
+    model = read_model_name((whole() if whole is not None else None) or module)
     names = _model_names[id(module)] = ModelNames((OPERATION, PROVIDER, model), f"{OPERATION} {model}")
     return names
 
@@ -224,10 +228,11 @@ def patch_train(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
             _train_recursion.is_active = False
         try:
             if mode:
-                _outermost_modules.pop(id(self), None)
-                _model_names.pop(id(self), None)
+                for part in (self, *self._modules.values()):
+                    _outermost_modules.pop(id(part), None)
+                    _model_names.pop(id(part), None)
             else:
-                _watch_module(self)
+                watch_module(self)
         except BaseException as exc:
             hook.mark_failed(exc)
         return result
@@ -250,7 +255,7 @@ def _patch_setstate(original: Callable[..., Any], hook: Hook) -> Callable[..., A
                     for inner in self.modules():
                         _outermost_modules.pop(id(inner), None)
                 if self.__dict__.get("training") is False:
-                    _watch_module(self)
+                    watch_module(self)
             except BaseException as exc:
                 hook.mark_failed(exc)
 
@@ -274,14 +279,25 @@ def patch_optimized_module(original: Callable[..., Any], hook: Hook) -> Callable
         if hook.alive:
             try:
                 if id(mod) in _outermost_modules:
-                    _watch_module(self)
+                    watch_module(self)
             except BaseException as exc:
                 hook.mark_failed(exc)
 
     return init_optimized
 
 
-def _watch_module(module: Any) -> None:
+def watch_module(module: Any) -> None:
+    """Registers a whole model, and those of its parts that are classes of the application."""
+    if _watch_one(module):
+        for part in module._modules.values():
+            if part is None or type(part).__module__.startswith(_LAYER_MODULES):
+                continue
+            if _watch_one(part):
+                _wholes[id(part)] = weakref.ref(module)
+
+
+def _watch_one(module: Any) -> bool:
+    """Registers a module; returns whether it is new and can be registered."""
     kind, module_id = type(module), id(module)
     # An engine may also run model classes of the application, so the module name alone is not enough.
     if (
@@ -289,17 +305,22 @@ def _watch_module(module: Any) -> None:
         or loading_for_engine.get()
         or kind.__module__.startswith(ENGINE_MODULES)
     ):
-        return
+        return False
     if kind.__module__.startswith(_LAYER_MODULES) and (not module._modules or kind.__bases__ == (object,)):
-        return  # a single layer (a frozen BatchNorm), or `nn.Module` itself, the base class of all modules
-    if _patch_class(kind):
-        _outermost_modules[module_id] = weakref.ref(module, lambda ref: _forget_module(module_id, ref))
+        return (
+            False  # a single layer (a frozen BatchNorm), or `nn.Module` itself, the base class of all modules
+        )
+    if not _patch_class(kind):
+        return False
+    _outermost_modules[module_id] = weakref.ref(module, lambda ref: _forget_module(module_id, ref))
+    return True
 
 
 def _forget_module(module_id: int, ref: weakref.ref[Any]) -> None:
     if _outermost_modules.get(module_id) is ref:
         del _outermost_modules[module_id]
         _model_names.pop(module_id, None)
+        _wholes.pop(module_id, None)
 
 
 def _patch_class(kind: type) -> bool:

@@ -1,0 +1,91 @@
+"""Registers models that nobody put into evaluation mode: whose weights were loaded or moved, or that come as programs.
+
+    load_state_dict, to            ─▶ the model is outermost, until `train()` is called
+    torch.jit.load, torch.jit.freeze, torch.export.load(…).module() ─▶ the program is outermost
+    aoti_load_package ─▶ its calls are the stage `forward`
+
+A call with gradients and without a request is a training loop, and not recorded (`forward`).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from otel_infer.instrumentation.hooks.engines import read_file_name
+from otel_infer.instrumentation.hooks.probe import Hook, WrapperFactory
+from otel_infer.instrumentation.model_calls import ModelLibrary, count_rows, wrap_call
+from otel_infer.instrumentation.torch.forward import PROVIDER, instrumentor, watch_module
+
+_MODULE = "torch.nn.modules.module:Module"
+_PACKAGE = "torch.export.pt2_archive._package"
+
+_package_names: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+"""Names of compiled packages, by their files."""
+
+
+def _read_package_name(package: Any) -> str:
+    return _package_names.get(package) or type(package).__name__
+
+
+def _watch_safely(module: Any, hook: Hook) -> None:
+    try:
+        if hasattr(module, "_modules"):
+            watch_module(module)
+    except Exception as exc:
+        hook.mark_failed(exc)
+
+
+def _patch_method(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+    """For a method of a module, after which that is ready to be called."""
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        if hook.alive:
+            _watch_safely(self, hook)
+        return result
+
+    return method
+
+
+def _patch_maker(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+    """For a function that returns a module."""
+
+    def make(*args: Any, **kwargs: Any) -> Any:
+        module = original(*args, **kwargs)
+        if hook.alive:
+            _watch_safely(module, hook)
+        return module
+
+    return make
+
+
+def _patch_load_package(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+    def load_package(path: Any, *args: Any, **kwargs: Any) -> Any:
+        package = original(path, *args, **kwargs)
+        if hook.alive and isinstance(path, str):
+            try:
+                _package_names[package] = read_file_name(path)
+            except Exception as exc:
+                hook.mark_failed(exc)
+        return package
+
+    return load_package
+
+
+_TARGETS: tuple[tuple[str, WrapperFactory, str], ...] = (
+    (f"{_MODULE}.load_state_dict", _patch_method, "loading"),
+    (f"{_MODULE}.to", _patch_method, "loading"),
+    ("torch.jit:load", _patch_maker, "jit"),
+    ("torch.jit:freeze", _patch_maker, "jit"),
+    ("torch.export.exported_program:ExportedProgram.module", _patch_maker, "export"),
+    ("torch._inductor:aoti_load_package", _patch_load_package, "inductor"),
+    (
+        f"{_PACKAGE}:AOTICompiledModel.__call__",
+        wrap_call(ModelLibrary(PROVIDER, _read_package_name), count_rows),
+        "aot",
+    ),
+)
+for _target, _make, _part in _TARGETS:
+    instrumentor.patch_hot_path(_target, optional=True, part=_part)(_make)
