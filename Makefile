@@ -14,7 +14,7 @@ export PIP_NO_BINARY := urllib3-future
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all test-pythons test-oldest test-vllm test-servers test-stack battery fuzz browser tools bench bench-peers bench-vllm bench-whole bench-whole-vllm bench-whole-servers bench-servers lint format wheel clean
+.PHONY: help demo test test-all test-pythons test-oldest test-vllm test-servers test-engines test-stack battery fuzz browser tools bench bench-peers bench-vllm bench-whole bench-whole-vllm bench-whole-servers bench-servers lint format wheel clean
 
 help:  ## this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -61,6 +61,9 @@ else
 	  $(if $(findstring tests/servers/,$(ARGS)),,tests/servers) $(ARGS)
 endif
 
+test-engines: $(VENV)-engines/.llama  ## ONNX Runtime, OpenVINO, llama.cpp, CTranslate2, diffusers …, each on a tiny model, in an environment of its own
+	$(VENV)-engines/bin/python -m pytest $(TWO) tests/engines $(ARGS)
+
 test-stack: $(VENV)/.dev $(VENV)-vllm/.dev tools  ## real servers, scraped by a real Prometheus: every panel, every alert
 	$(BIN)/python -m pytest tests/stack $(ARGS)
 
@@ -91,7 +94,7 @@ PARALLEL := \
   $(patsubst %,tests/e2e/test_%.py,breach_to_page doctor flight_recorder explain_live examples report_in_a_browser request_log \
   sampling server_start) \
   $(addprefix tests/instrumentation/,torch transformers vllm) tests/benchmarks tests/scripts
-SERIAL_IGNORES := $(MAIN:%=--ignore=%) $(PARALLEL:%=--ignore=%) --ignore=tests/stack --ignore=tests/servers
+SERIAL_IGNORES := $(MAIN:%=--ignore=%) $(PARALLEL:%=--ignore=%) --ignore=tests/stack --ignore=tests/servers --ignore=tests/engines
 
 test: lint tools  ## format, lint, types, import contracts, unit and contract tests, the main job end to end
 	$(BIN)/python -m pytest $(TWO) $(if $(strip $(ARGS)),--ignore=tests/stack $(ARGS),$(MAIN))
@@ -143,7 +146,7 @@ wheel: $(VENV)/.dev  ## dist/otel_infer-*.whl
 	$(BIN)/python -m pip wheel -qq --no-deps --wheel-dir dist .
 
 clean:  ## remove the environment and everything built
-	rm -rf $(VENV) $(VENV)-peers $(VENV)-servers $(OVER_SERVERS:%=$(VENV)-servers-%) $(VENV)-servers-pytriton $(VENV)-vllm $(VENV)-oldest .venv-3.* $(SKIPPED) build dist .tools .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VENV)-peers $(VENV)-servers $(OVER_SERVERS:%=$(VENV)-servers-%) $(VENV)-servers-pytriton $(VENV)-engines $(VENV)-vllm $(VENV)-oldest .venv-3.* $(SKIPPED) build dist .tools .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
 # pip is renewed: the one that Debian brings cannot resolve our extras when two OpenTelemetry releases mix.
 $(BIN)/python:
@@ -195,6 +198,17 @@ $(VENV)-servers/.dev: pyproject.toml tests/servers/requirements.txt tests/server
 	@echo "installing the servers and what the tests need"
 	@$(VENV)-servers/bin/python -m pip install -qq -r tests/servers/requirements.txt -e ".[dev]" transformers
 	@$(VENV)-servers/bin/python -m pip install -qq --no-deps -r tests/servers/requirements-no-deps.txt
+	@touch $@
+
+$(VENV)-engines/.dev: pyproject.toml tests/engines/requirements.txt
+	@$(MAKE) --no-print-directory VENV=$(VENV)-engines $(VENV)-engines/.torch
+	@echo "installing the engines and what the tests need"
+	@$(VENV)-engines/bin/python -m pip install -qq -r tests/engines/requirements.txt -e ".[dev]" transformers
+	@touch $@
+
+$(VENV)-engines/.llama: $(VENV)-engines/.dev tests/engines/requirements-llama.txt
+	@echo "installing llama-cpp-python, which is compiled the first time, in about ten minutes"
+	@$(VENV)-engines/bin/python -m pip install -qq -r tests/engines/requirements-llama.txt
 	@touch $@
 
 # A path file lends it what the servers' environment has, which pip then leaves alone: what is older is installed beside it.

@@ -5,7 +5,7 @@
     …(asynchronous=True) ─▶ result() of the first result
 
 The callback is the user's, or that of `generate_tokens`. None is added, because the library then would call Python for each
-token. Read: 4.0 to 4.8. Run: 4.8.
+token. Read and run: 4.8.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from otel_infer import semconv
 from otel_infer.instrumentation.followed_streams import call_safely
 from otel_infer.instrumentation.generation_calls import Generation, begin_generation
 from otel_infer.instrumentation.hooks.instrumentor import Instrumentor
@@ -37,9 +36,7 @@ def read_place(model: Any) -> str:
 
 
 LIBRARY = ModelLibrary(PROVIDER, _names.read_name, read_place=read_place)
-GENERATION = ModelLibrary(
-    PROVIDER, _names.read_name, semconv.OPERATION_TEXT_COMPLETION, read_place=read_place
-)
+GENERATION = ModelLibrary(PROVIDER, _names.read_name, events.OPERATION_TEXT_COMPLETION, read_place=read_place)
 
 
 def count_rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
@@ -143,8 +140,8 @@ def _begin_batch(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], hook
 
 def _record_load(generation: Generation, model: Any) -> None:
     """Records how many batches the model's threads compute, and how many wait for one, as the call finds them."""
-    generation.request.record_attribute(semconv.BATCHES_ACTIVE, int(model.num_active_batches))
-    generation.request.record_attribute(semconv.BATCHES_QUEUED, int(model.num_queued_batches))
+    generation.request.record_attribute(events.BATCHES_ACTIVE, int(model.num_active_batches))
+    generation.request.record_attribute(events.BATCHES_QUEUED, int(model.num_queued_batches))
 
 
 def _note_started(batch: Batch, first: Any) -> None:

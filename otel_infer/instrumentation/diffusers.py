@@ -3,7 +3,7 @@
     pipeline(…) ─▶ encode_prompt ─▶ `encode prompt` ─ progress_bar ─ update* ─▶ `denoise step`* ─ vae.decode ─▶ `decode image`
 
 Each class of pipelines has methods of its own, which are wrapped when the first object of the class is made. A step ends where
-the pipeline advances its progress bar. 250 steps of a request are recorded at most. Read: 0.30 to 0.42. Run: 0.42.
+the pipeline advances its progress bar. 250 steps of a request are recorded at most. Read and run: 0.42.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from otel_infer import _clock, semconv
+from otel_infer import _clock
 from otel_infer.instrumentation.followed_streams import call_safely
 from otel_infer.instrumentation.hooks.engines import strip_model_path
 from otel_infer.instrumentation.hooks.instrumentor import Instrumentor
@@ -53,7 +53,7 @@ def read_place(pipeline: Any) -> str:
     return str(pipeline.device)
 
 
-LIBRARY = ModelLibrary(PROVIDER, read_model, semconv.OPERATION_GENERATE_CONTENT, read_place=read_place)
+LIBRARY = ModelLibrary(PROVIDER, read_model, events.OPERATION_GENERATE_CONTENT, read_place=read_place)
 
 
 class Diffusion:
@@ -72,7 +72,7 @@ class Diffusion:
         now = _clock.now()
         self.steps += 1
         if self.steps <= MAX_STEPS:
-            self.call.request.record_stage_at(now, semconv.SPAN_DENOISE_STEP, self.began_at, 0)
+            self.call.request.record_stage_at(now, events.DENOISE_STEP, self.began_at, 0)
         self.began_at = now
 
     def end(self, result: Any, failure: BaseException | None) -> None:
@@ -81,12 +81,12 @@ class Diffusion:
         images = images if images is not None else ()
         request = self.call.request
         if self.steps:
-            request.record_attribute(semconv.DIFFUSION_STEPS, self.steps)
+            request.record_attribute(events.DIFFUSION_STEPS, self.steps)
         if len(images):
             first = images[0]  # of PIL, or an array of rows
             width, height = first.size if hasattr(first, "getbands") else (first.shape[1], first.shape[0])
-            request.record_attribute(semconv.IMAGE_WIDTH, int(width))
-            request.record_attribute(semconv.IMAGE_HEIGHT, int(height))
+            request.record_attribute(events.IMAGE_WIDTH, int(width))
+            request.record_attribute(events.IMAGE_HEIGHT, int(height))
         self.call.end(len(images), failure)
 
 
@@ -141,10 +141,8 @@ def _wrap_part(name: str) -> WrapperFactory:
     return make_wrapper
 
 
-_pipelines = SubclassMethods(
-    {"__call__": _wrap_pipeline, "encode_prompt": _wrap_part(semconv.SPAN_ENCODE_PROMPT)}
-)
-_decoders = SubclassMethods({"decode": _wrap_part(semconv.SPAN_DECODE_IMAGE)})
+_pipelines = SubclassMethods({"__call__": _wrap_pipeline, "encode_prompt": _wrap_part(events.ENCODE_PROMPT)})
+_decoders = SubclassMethods({"decode": _wrap_part(events.DECODE_IMAGE)})
 
 
 @instrumentor.patch_hot_path(f"{_PIPELINE}.register_modules")

@@ -3,7 +3,7 @@
     transcribe ─▶ `prepare media` (decode the audio, compute its features) ─▶ returns a generator of segments
     a segment is asked for ─▶ `encode` ─ generate_with_fallback ─▶ a step         the generator ends ─▶ the request's end
 
-Read: 1.0 to 1.2. Run: 1.2.
+Read and run: 1.2.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from otel_infer import _clock, semconv
+from otel_infer import _clock
 from otel_infer.instrumentation.followed_streams import StreamWork, call_safely, follow_stream
 from otel_infer.instrumentation.generation_calls import Generation, begin_generation
 from otel_infer.instrumentation.hooks.engines import read_file_name
@@ -38,7 +38,7 @@ def read_model(model: Any) -> str:
     return str(getattr(inner, NAME, type(model).__name__))
 
 
-LIBRARY = ModelLibrary(PROVIDER, read_model, semconv.OPERATION_TRANSCRIPTION)
+LIBRARY = ModelLibrary(PROVIDER, read_model, events.OPERATION_TRANSCRIPTION)
 
 
 class _ThreadState(threading.local):
@@ -77,7 +77,7 @@ class Transcription(StreamWork):
             request.record_event(events.RequestScheduled(at))
 
     def note_duration(self, seconds: Any) -> None:
-        self.generation.request.record_attribute(semconv.AUDIO_DURATION, float(seconds))
+        self.generation.request.record_attribute(events.AUDIO_DURATION, float(seconds))
 
     def end(self, exc: BaseException | None) -> None:
         if exc is None:

@@ -1,6 +1,6 @@
 """Records predictions of LightGBM's `Booster`. Its estimators are scikit-learn's, whose instrumentation records them.
 
-Read: 4.0 to 4.7. Run: 4.7.
+Read and run: 4.7.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     get_llama_proxy ─ another request holds the lock ─▶ `queue wait`           Llama.__init__ ─▶ phase `weights`
     _create_completion ─▶ tokenize ─ generate ─▶ (LlamaContext.decode ─ sample ─ a token)*             embed ─▶ `forward`
 
-With a draft model a step delivers several tokens. Read: 0.3.2 to 0.3.36. Run: 0.3.36.
+With a draft model a step delivers several tokens. Read and run: 0.3.36.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Callable
 from contextvars import ContextVar
 from typing import Any
 
-from otel_infer import _clock, semconv
+from otel_infer import _clock
 from otel_infer.instrumentation.followed_streams import StreamWork, call_safely, follow_stream
 from otel_infer.instrumentation.generation_calls import Generation, begin_generation
 from otel_infer.instrumentation.hooks.engines import read_file_name
@@ -40,9 +40,9 @@ def read_model(llama: Any) -> str:
     return read_file_name(str(llama.model_path))
 
 
-TEXT = ModelLibrary(PROVIDER, read_model, semconv.OPERATION_TEXT_COMPLETION)
-CHAT = ModelLibrary(PROVIDER, read_model, semconv.OPERATION_CHAT)
-EMBEDDINGS = ModelLibrary(PROVIDER, read_model, semconv.OPERATION_EMBEDDINGS)
+TEXT = ModelLibrary(PROVIDER, read_model, events.OPERATION_TEXT_COMPLETION)
+CHAT = ModelLibrary(PROVIDER, read_model, events.OPERATION_CHAT)
+EMBEDDINGS = ModelLibrary(PROVIDER, read_model, events.OPERATION_EMBEDDINGS)
 
 _library: ContextVar[ModelLibrary] = ContextVar("otel_infer-llama-operation", default=TEXT)
 

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from otel_infer import _clock, semconv
+from otel_infer import _clock
 from otel_infer.instrumentation.hooks.probe import Hook, WrapperFactory
 from otel_infer.instrumentation.hooks.suppression import torch_suppressed
 from otel_infer.ringbuffer import events
@@ -34,7 +34,7 @@ class ModelLibrary(NamedTuple):
 
     provider: str
     read_model: Callable[[Any], str]
-    operation: str = semconv.OPERATION_INFERENCE
+    operation: str = events.OPERATION_INFERENCE
     has_stages: bool = False
     read_place: Callable[[Any], str] | None = None
 
@@ -119,7 +119,7 @@ def record_place(request: request_span.RequestSpan, library: ModelLibrary, model
     """Records where the model runs, if the library tells it."""
     place = library.read_place(model) if library.read_place is not None else ""
     if place:
-        request.record_attribute(semconv.EXECUTION_PROVIDER, place)
+        request.record_attribute(events.EXECUTION_PROVIDER, place)
 
 
 def wrap_call(library: ModelLibrary, count_rows: Rows) -> WrapperFactory:

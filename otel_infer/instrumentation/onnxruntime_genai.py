@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from otel_infer import _clock, semconv
+from otel_infer import _clock
 from otel_infer.instrumentation.followed_streams import call_safely
 from otel_infer.instrumentation.generation_calls import Generation, SharedSteps, begin_generation
 from otel_infer.instrumentation.hooks.instrumentor import Instrumentor
@@ -27,7 +27,7 @@ _MODULE = "onnxruntime_genai.onnxruntime_genai"
 instrumentor = Instrumentor("onnxruntime_genai", "onnxruntime-genai", ("onnxruntime_genai",), is_engine=True)
 
 _names = LoadedNames(PROVIDER)
-LIBRARY = ModelLibrary(PROVIDER, _names.read_name, semconv.OPERATION_TEXT_COMPLETION)
+LIBRARY = ModelLibrary(PROVIDER, _names.read_name, events.OPERATION_TEXT_COMPLETION)
 
 
 # ── a generator ──────────────────────────────────────────────────────────────────────────────────────────────────────

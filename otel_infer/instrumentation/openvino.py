@@ -4,7 +4,7 @@
     request.start_async ─ wait, or its callback ─▶ `forward`
     queue.start_async ─ no request is idle ─▶ `queue wait` ─ its callback, or wait_all ─▶ `forward`
 
-Read: 2024.0 to 2026.4. Run: 2026.4.
+Read and run: 2026.4.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
     ContinuousBatchingPipeline.add_request ─▶ submitted       step ─▶ a step of all requests that are not finished
 
 A prompt that is a `str` is answered by a `str`, without metrics: such a call is one `decode`, or has the calls of its streamer as
-steps. Read: 2025.2 to 2026.4. Run: 2026.4.
+steps. Read and run: 2026.4.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from otel_infer import semconv
 from otel_infer.instrumentation.followed_streams import call_safely
 from otel_infer.instrumentation.generation_calls import Generation, SharedSteps, begin_generation
 from otel_infer.instrumentation.hooks.instrumentor import Instrumentor
@@ -29,7 +28,7 @@ _FINISHED = "FINISHED"
 instrumentor = Instrumentor("openvino_genai", "openvino-genai", ("openvino_genai",), is_engine=True)
 
 _names = LoadedNames(PROVIDER)
-TEXT = ModelLibrary(PROVIDER, _names.read_name, semconv.OPERATION_TEXT_COMPLETION)
+TEXT = ModelLibrary(PROVIDER, _names.read_name, events.OPERATION_TEXT_COMPLETION)
 
 
 def _count_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
@@ -209,12 +208,12 @@ for _pipeline in ("LLMPipeline", "VLMPipeline", "ContinuousBatchingPipeline"):
 _patch("ContinuousBatchingPipeline.add_request", _wrap_add)
 _patch("ContinuousBatchingPipeline.step", _wrap_step)
 for _pipeline, _name, _operation in (
-    ("TextEmbeddingPipeline", "embed_documents", semconv.OPERATION_EMBEDDINGS),
-    ("TextEmbeddingPipeline", "embed_query", semconv.OPERATION_EMBEDDINGS),
-    ("TextRerankPipeline", "rerank", semconv.OPERATION_RERANK),
-    ("WhisperPipeline", "generate", semconv.OPERATION_TRANSCRIPTION),
-    ("Text2ImagePipeline", "generate", semconv.OPERATION_GENERATE_CONTENT),
-    ("Image2ImagePipeline", "generate", semconv.OPERATION_GENERATE_CONTENT),
+    ("TextEmbeddingPipeline", "embed_documents", events.OPERATION_EMBEDDINGS),
+    ("TextEmbeddingPipeline", "embed_query", events.OPERATION_EMBEDDINGS),
+    ("TextRerankPipeline", "rerank", events.OPERATION_RERANK),
+    ("WhisperPipeline", "generate", events.OPERATION_TRANSCRIPTION),
+    ("Text2ImagePipeline", "generate", events.OPERATION_GENERATE_CONTENT),
+    ("Image2ImagePipeline", "generate", events.OPERATION_GENERATE_CONTENT),
 ):
     _patch(
         f"{_pipeline}.{_name}", wrap_call(ModelLibrary(PROVIDER, _names.read_name, _operation), _count_inputs)

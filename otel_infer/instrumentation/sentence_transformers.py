@@ -3,14 +3,13 @@
     SentenceTransformer.encode ─▶ preprocess ─ forward, for each batch ─▶ stages `tokenize`, `forward`
 
 The tokenizer is transformers', and the forward pass torch's: their instrumentations record the stages. Other backends run
-below `forward` as well. Read: 5.1 to 6.2. Run: 6.2.
+below `forward` as well. Read and run: 6.2.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from otel_infer import semconv
 from otel_infer.instrumentation.hooks.engines import read_model_name
 from otel_infer.instrumentation.hooks.instrumentor import Instrumentor
 from otel_infer.instrumentation.model_calls import ModelLibrary, count_rows, wrap_call
@@ -30,8 +29,8 @@ def read_model(model: Any) -> str:
     return read_model_name(model if inner is None else inner)
 
 
-EMBEDDINGS = ModelLibrary(PROVIDER, read_model, semconv.OPERATION_EMBEDDINGS, has_stages=True)
-RERANK = ModelLibrary(PROVIDER, read_model, semconv.OPERATION_RERANK, has_stages=True)
+EMBEDDINGS = ModelLibrary(PROVIDER, read_model, events.OPERATION_EMBEDDINGS, has_stages=True)
+RERANK = ModelLibrary(PROVIDER, read_model, events.OPERATION_RERANK, has_stages=True)
 _FORWARD = ModelLibrary(PROVIDER, read_model)
 
 for _library, _target in (
@@ -43,13 +42,5 @@ for _library, _target in (
     (_FORWARD, "base.model:BaseModel.forward"),
 ):
     instrumentor.patch_hot_path(f"sentence_transformers.{_target}", optional=True)(
-        wrap_call(_library, count_rows)
-    )
-for _library, _target in (
-    (EMBEDDINGS, "SentenceTransformer:SentenceTransformer.encode"),
-    (RERANK, "cross_encoder.CrossEncoder:CrossEncoder.predict"),
-    (RERANK, "cross_encoder.CrossEncoder:CrossEncoder.rank"),
-):
-    instrumentor.patch_hot_path(f"sentence_transformers.{_target}", optional=True, part="5")(
         wrap_call(_library, count_rows)
     )

@@ -2,7 +2,7 @@
 
     Pipeline.predict ─▶ each transform ─ RandomForestClassifier.predict        one stage, of the outermost model
 
-What `fit` predicts is no inference. Read: 1.3 to 1.9. Run: 1.9.
+What `fit` predicts is no inference. Read and run: 1.9.
 """
 
 from __future__ import annotations

@@ -22,6 +22,12 @@ UNSEEN_LIBRARIES = (
     UnseenLibrary("cheroot", _SERVER),
     UnseenLibrary("bjoern", _SERVER),
     UnseenLibrary("robyn", "its requests are not seen: open them by `otel_infer.request`"),
+    UnseenLibrary("tensorflow", _MODELS),
+    UnseenLibrary("jax", _MODELS),
+    UnseenLibrary("tensorrt", _MODELS),
+    UnseenLibrary("tensorrt_llm", "its engine is not followed: HTTP requests only"),
+    UnseenLibrary("lmdeploy", "its engine is not followed: HTTP requests only"),
+    UnseenLibrary("mlx", _MODELS),
     UnseenLibrary("sglang", "its engine is not followed: HTTP requests only"),
 )  # fmt: skip
 """In the order in which they are named."""

@@ -1,6 +1,6 @@
 """Records predictions of XGBoost's `Booster`. Its estimators are scikit-learn's, whose instrumentation records them.
 
-Read: 2.0 to 3. Run: 3.
+Read and run: 3.2.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from otel_infer.ringbuffer.events.codec import *
 from otel_infer.ringbuffer.events.devices import *
 from otel_infer.ringbuffer.events.event_types import *
 from otel_infer.ringbuffer.events.exchanges import *
+from otel_infer.ringbuffer.events.model_names import *
 from otel_infer.ringbuffer.events.processes import *
 from otel_infer.ringbuffer.events.requests import *
 from otel_infer.ringbuffer.events.steps import *

@@ -24,26 +24,6 @@ JOINED = 16
 """The arrival is a part of a request that arrived in another process; the trace id and span id are that
 request's.
 """
-TORCH = "torch"
-"""Provider of models that no engine claims; such a model is named after its class, never by a caller."""
-PYTRITON = "pytriton"
-"""Provider of models that the server has named with `Triton.bind`."""
-ONNXRUNTIME, OPENVINO, CTRANSLATE2, FASTER_WHISPER = (
-    "onnxruntime",
-    "openvino",
-    "ctranslate2",
-    "faster-whisper",
-)
-SENTENCE_TRANSFORMERS, DIFFUSERS, LLAMA_CPP = "sentence-transformers", "diffusers", "llama-cpp-python"
-ONNXRUNTIME_GENAI, OPENVINO_GENAI = "onnxruntime-genai", "openvino-genai"
-SCIKIT_LEARN, XGBOOST, LIGHTGBM = "scikit-learn", "xgboost", "lightgbm"
-"""Providers whose models are named by the server that loads them."""
-NAMING_PROVIDERS = frozenset(
-    (
-        TORCH, PYTRITON, ONNXRUNTIME, OPENVINO, CTRANSLATE2, FASTER_WHISPER, SENTENCE_TRANSFORMERS, DIFFUSERS, LLAMA_CPP, ONNXRUNTIME_GENAI, OPENVINO_GENAI, SCIKIT_LEARN, XGBOOST, LIGHTGBM,
-    )
-)  # fmt: skip
-"""Providers whose names of models are labels of metrics."""
 
 # Outcomes of RequestEnded.
 OK = 0
@@ -65,7 +45,7 @@ QUEUE_WAIT, BATCH_WAIT = semconv.SPAN_QUEUE_WAIT, semconv.SPAN_BATCH_WAIT
 WAIT_KINDS = semconv.WAIT_KINDS
 """The `items` of a `LOCK_WAIT` are the position in this list, from 1."""
 GRAMMAR, KV_TRANSFER = semconv.SPAN_GRAMMAR, semconv.SPAN_KV_TRANSFER
-FORWARD, DECODE, ENCODE = semconv.SPAN_FORWARD, semconv.SPAN_DECODE, semconv.SPAN_ENCODE
+FORWARD, DECODE = semconv.SPAN_FORWARD, semconv.SPAN_DECODE
 """Names of stages that instrumentations record."""
 OUTCOME_NAMES = {OK: "ok", ERROR: "error", ABORTED: "aborted"}
 """How logs, reports and the terminal name outcomes."""

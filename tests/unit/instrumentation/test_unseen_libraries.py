@@ -15,9 +15,9 @@ from otel_infer.instrumentation import unseen_libraries
 
 
 def test_an_imported_library_is_in_the_startup_message(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "openvino", ModuleType("openvino"))
+    monkeypatch.setitem(sys.modules, "tensorrt", ModuleType("tensorrt"))
     line = startup_message.format_message(environment.from_env({}), [], False, "")
-    assert "not followed: openvino (see `otel-infer doctor`)" in line
+    assert "not followed: tensorrt (see `otel-infer doctor`)" in line
 
 
 def test_an_installed_library_is_named_by_doctor_and_not_imported(
@@ -28,16 +28,16 @@ def test_an_installed_library_is_named_by_doctor_and_not_imported(
         unseen_libraries.UnseenLibrary("outer.absent", "x"),
     )
     monkeypatch.setattr(unseen_libraries, "UNSEEN_LIBRARIES", (*unseen_libraries.UNSEEN_LIBRARIES, *inner))
-    for package in ("openvino", "outer"):
+    for package in ("tensorrt", "outer"):
         (tmp_path / package).mkdir()
         (tmp_path / package / "__init__.py").write_text("raise SystemExit('imported')")
     (tmp_path / "outer" / "inner.py").write_text("")
     monkeypatch.syspath_prepend(str(tmp_path))
     names = {library.module for library in unseen_libraries.find_installed()}
-    assert {"openvino", "outer.inner"} <= names and "outer.absent" not in names
+    assert {"tensorrt", "outer.inner"} <= names and "outer.absent" not in names
     (check,) = check_unseen_libraries()
-    assert check.state == "ok" and "openvino: its models have no stage" in check.found
-    assert "openvino" not in sys.modules
+    assert check.state == "ok" and "tensorrt: its models have no stage" in check.found
+    assert "tensorrt" not in sys.modules
 
 
 def test_no_library_is_named_twice() -> None:
