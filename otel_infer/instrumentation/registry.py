@@ -44,6 +44,7 @@ BUILTIN = {
     "gc": "garbage_collector",
     "transformers": "transformers",
     "vllm": "vllm",
+    "sglang": "sglang",
     "llama_cpp": "llama_cpp",
     "sentence_transformers": "sentence_transformers",
     "onnxruntime": "onnxruntime",

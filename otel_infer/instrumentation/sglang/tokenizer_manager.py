@@ -1,0 +1,212 @@
+"""Hooks in SGLang's API server: a sequence is bound to its request, tokenized, sent to the scheduler, and ends.
+
+    TokenizerManager._init_req_state ─▶ _tokenize_one_request ─▶ _send_one_request ─▶ set_first_token_time ─▶ set_finished_time
+    bound to its request                `tokenize`               submitted             a token reached         over in this process
+
+The request comes from the context in which the handler runs. Offline (`Engine.generate`) each sequence is a request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from otel_infer import _clock
+from otel_infer.instrumentation.followed_streams import call_safely
+from otel_infer.instrumentation.hooks.engines import strip_model_path
+from otel_infer.instrumentation.hooks.probe import Hook, WrapperFactory
+from otel_infer.instrumentation.hooks.target import check_is_coroutine
+from otel_infer.instrumentation.sglang._instrumentor import ENGINE, IDS, REQUESTS, STATE, STATS, instrumentor
+from otel_infer.ringbuffer import events
+from otel_infer.tracing import propagation, request_span, start
+
+MANAGER = "sglang.srt.managers.tokenizer_manager:TokenizerManager"
+SERVING = "sglang.srt.entrypoints.openai"
+HEALTH_CHECK = "HEALTH_CHECK"
+"""Begin of the ids of requests by which SGLang checks itself."""
+OPERATIONS = {
+    "serving_chat:OpenAIServingChat": events.OPERATION_CHAT,
+    "serving_completions:OpenAIServingCompletion": events.OPERATION_TEXT_COMPLETION,
+    "serving_embedding:OpenAIServingEmbedding": events.OPERATION_EMBEDDINGS,
+    "serving_rerank:OpenAIServingRerank": events.OPERATION_RERANK,
+}
+
+
+class Sequence:
+    """A sequence of a request in this process. `owns_request`: the request was opened for it (offline)."""
+
+    __slots__ = ("owns_request", "request")
+
+    def __init__(self, request: request_span.RequestSpan, owns_request: bool) -> None:
+        self.request, self.owns_request = request, owns_request
+
+
+def _wrap_convert(operation: str) -> WrapperFactory:
+    """Returns the hook that names the operation of an OpenAI route, before the prompt is tokenized."""
+
+    def make_wrapper(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+        def convert(*args: Any, **kwargs: Any) -> Any:
+            request = call_safely(hook, start.current_request) if hook.alive else None
+            if request is not None and not request.operation:
+                request.operation = operation
+            return original(*args, **kwargs)
+
+        return convert
+
+    return make_wrapper
+
+
+for _path, _operation in OPERATIONS.items():
+    instrumentor.patch_hot_path(
+        f"{SERVING}.{_path}._convert_to_internal_request", optional=True, part="operations"
+    )(_wrap_convert(_operation))
+
+
+@instrumentor.patch_hot_path(f"{MANAGER}._init_req_state", reads=("obj",), part=REQUESTS)
+def _patch_init_state(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+    def init_req_state(self: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
+        known = self.rid_to_state
+        result = original(self, obj, *args, **kwargs)
+        if hook.alive:
+            ids = obj.rid if isinstance(obj.rid, list) else [obj.rid]
+            for rid in ids:
+                call_safely(hook, _bind_sequence, self, known[rid], rid)
+        return result
+
+    return init_req_state
+
+
+def _bind_sequence(manager: Any, state: Any, rid: str) -> None:
+    """Binds a new sequence to the current request, or to one that is opened for it."""
+    if rid.startswith(HEALTH_CHECK):
+        return
+    is_embedding = type(state.obj).__name__ == "EmbeddingReqInput"
+    request, owns_request = start.current_request(), False
+    operation = request.operation if request is not None else ""
+    operation = operation or (
+        events.OPERATION_EMBEDDINGS if is_embedding else events.OPERATION_TEXT_COMPLETION
+    )
+    model = strip_model_path(str(manager.served_model_name))
+    if request is None:
+        owns_request = True
+        request = start.open_request(
+            f"{operation} {model}", owner=ENGINE, operation=operation, provider=ENGINE, model=model
+        )
+    elif not request.is_named:
+        request.is_named = True
+        request.set_operation(operation, ENGINE, model)
+    if request is not None:
+        request.set_request_id(rid)
+        setattr(state.time_stats, STATE, Sequence(request, owns_request))
+
+
+@instrumentor.patch_hot_path(f"{MANAGER}._tokenize_one_request", reads=("obj",), part=REQUESTS)
+def _patch_tokenize(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+    check_is_coroutine(original)
+
+    async def tokenize_one_request(self: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
+        sequence = _get_sequence(getattr(self.rid_to_state.get(obj.rid), "time_stats", None))
+        if sequence is None or not hook.alive:
+            return await original(self, obj, *args, **kwargs)
+        request, started_at, items = sequence.request, _clock.now(), events.RAISED
+        was_tokenizing, request.tokenizing = request.tokenizing, True
+        try:
+            tokenized = await original(self, obj, *args, **kwargs)
+            items = len(tokenized.input_ids or ())
+            return tokenized
+        finally:
+            request.tokenizing = was_tokenizing
+            call_safely(hook, request.record_stage, events.TOKENIZE, started_at, items)
+
+    return tokenize_one_request
+
+
+def _get_sequence(time_stats: Any) -> Sequence | None:
+    sequence: Sequence | None = getattr(time_stats, STATE, None)
+    return sequence
+
+
+def _patch_send(read_all: Callable[[Any], list[Any]]) -> WrapperFactory:
+    """Returns the hook of a function that sends sequences to the scheduler. `read_all`: returns them from its argument."""
+
+    def make_wrapper(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+        check_is_coroutine(original)
+
+        async def send(self: Any, tokenized: Any, *args: Any, **kwargs: Any) -> Any:
+            if hook.alive:
+                for one in read_all(tokenized):
+                    call_safely(hook, _record_submitted, one)
+            return await original(self, tokenized, *args, **kwargs)
+
+        return send
+
+    return make_wrapper
+
+
+def _record_submitted(tokenized: Any) -> None:
+    """Records that a sequence is submitted, and adds the ids of its request to what is sent."""
+    sequence = _get_sequence(tokenized.time_stats)
+    if sequence is None:
+        return
+    limit = getattr(tokenized.sampling_params, "max_new_tokens", 0) or 0
+    sequence.request.record_submitted(ENGINE, 1, len(tokenized.input_ids or ()), limit)
+    ids = propagation.inject(sequence.request, has_readers=False)
+    setattr(tokenized.time_stats, IDS, ids[propagation.REQUEST_HEADER])
+
+
+instrumentor.patch_hot_path(f"{MANAGER}._send_one_request", part=REQUESTS)(_patch_send(lambda one: [one]))
+instrumentor.patch_hot_path(f"{MANAGER}._send_batch_request", part=REQUESTS)(_patch_send(list))
+
+
+@instrumentor.patch_hot_path(f"{STATS}:ReqTimeStatsBase.__getstate__", part=REQUESTS)
+def _patch_getstate(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+    """Adds the ids to what is sent; the other side takes over all that it gets."""
+
+    def getstate(self: Any) -> Any:
+        state = original(self)
+        ids = self.__dict__.get(IDS) if hook.alive else None
+        if ids:
+            state[IDS] = ids
+        return state
+
+    return getstate
+
+
+@instrumentor.patch_hot_path(f"{STATS}:APIServerReqTimeStats.set_first_token_time", part=REQUESTS)
+def _patch_first_token(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+    """SGLang calls it with the first output of a sequence."""
+
+    def set_first_token_time(self: Any, *args: Any, **kwargs: Any) -> Any:
+        sequence = _get_sequence(self) if hook.alive else None
+        if sequence is not None:
+            call_safely(hook, sequence.request.record_token_reached)
+        return original(self, *args, **kwargs)
+
+    return set_first_token_time
+
+
+@instrumentor.patch_hot_path(f"{STATS}:APIServerReqTimeStats.set_finished_time", part=REQUESTS)
+def _patch_finished(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+    """SGLang calls it with the last output of a sequence."""
+
+    def set_finished_time(self: Any, *args: Any, **kwargs: Any) -> Any:
+        sequence = self.__dict__.pop(STATE, None)
+        if sequence is not None and sequence.owns_request and hook.alive:
+            call_safely(hook, sequence.request.close)
+        return original(self, *args, **kwargs)
+
+    return set_finished_time
+
+
+@instrumentor.patch_hot_path(f"{MANAGER}._handle_abort_req", reads=("recv_obj",), part=REQUESTS)
+def _patch_abort(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+    """Ends a sequence that the scheduler has dropped while it waited."""
+
+    def handle_abort_req(self: Any, recv_obj: Any) -> Any:
+        state = self.rid_to_state.get(recv_obj.rid) if hook.alive else None
+        sequence = _get_sequence(getattr(state, "time_stats", None))
+        if sequence is not None and sequence.owns_request:
+            call_safely(hook, sequence.request.close, events.ABORTED, events.CANCELLED)
+        return original(self, recv_obj)
+
+    return handle_abort_req
