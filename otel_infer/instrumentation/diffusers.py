@@ -19,7 +19,7 @@ from otel_infer.instrumentation.hooks.instrumentor import Instrumentor
 from otel_infer.instrumentation.hooks.model_loading import wrap_loading
 from otel_infer.instrumentation.hooks.probe import Hook, WrapperFactory
 from otel_infer.instrumentation.hooks.subclass_methods import SubclassMethods
-from otel_infer.instrumentation.model_calls import ModelCall, ModelLibrary, begin_call
+from otel_infer.instrumentation.model_calls import LibraryCall, ModelLibrary, begin_call
 from otel_infer.ringbuffer import events
 
 PROVIDER = events.DIFFUSERS
@@ -59,7 +59,7 @@ LIBRARY = ModelLibrary(PROVIDER, read_model, events.OPERATION_GENERATE_CONTENT, 
 class Diffusion:
     """A call of a pipeline while it runs. `part`: that is recorded now; "" = none. `began_at`: of the step, monotonic ns."""
 
-    def __init__(self, call: ModelCall) -> None:
+    def __init__(self, call: LibraryCall) -> None:
         self.call, self.part = call, ""
         self.steps = self.began_at = 0
 

@@ -1,6 +1,6 @@
 """Records calls of models by libraries that offer a function for it: a stage of the request, or a request of its own.
 
-    session.run(…) ─▶ begin_call ─ the library computes ─ ModelCall.end ─▶ stage `forward`
+    session.run(…) ─▶ begin_call ─ the library computes ─ LibraryCall.end ─▶ stage `forward`
 
 Without a current request a call is a separate request. The outermost call counts: what it calls further in, of the same
 library, of another one or of torch, is a part of it.
@@ -39,7 +39,7 @@ class ModelLibrary(NamedTuple):
     read_place: Callable[[Any], str] | None = None
 
 
-class ModelCall:
+class LibraryCall:
     """A call of a model while it runs. `token`: of the context, if the call is a request of its own."""
 
     __slots__ = ("_flag", "_token", "request", "started_at")
@@ -67,7 +67,7 @@ class ModelCall:
             self.request.close(*classify_exception(failure))
 
 
-def begin_call(library: ModelLibrary, model: Any, hook: Hook) -> ModelCall | None:
+def begin_call(library: ModelLibrary, model: Any, hook: Hook) -> LibraryCall | None:
     """Returns the call of a model that begins now; None if it is not recorded, or is a part of another call."""
     if torch_suppressed.get() or not hook.alive:
         return None
@@ -82,7 +82,7 @@ def begin_call(library: ModelLibrary, model: Any, hook: Hook) -> ModelCall | Non
         else:
             started_at = _clock.now()
             name_request(request, library, model)
-        return ModelCall(request, token, started_at, not library.has_stages)
+        return LibraryCall(request, token, started_at, not library.has_stages)
     except BaseException as exc:
         hook.mark_failed(exc)
         return None
@@ -151,9 +151,9 @@ class StartedCalls:
     __slots__ = ("_by_key",)
 
     def __init__(self) -> None:
-        self._by_key: dict[int, deque[tuple[ModelCall, int]]] = {}
+        self._by_key: dict[int, deque[tuple[LibraryCall, int]]] = {}
 
-    def add(self, key: Any, call: ModelCall, items: int) -> None:
+    def add(self, key: Any, call: LibraryCall, items: int) -> None:
         """Adds a call that is about to start, with the rows of its input."""
         self._by_key.setdefault(id(key), deque()).append((call, items))
 
@@ -177,7 +177,7 @@ class StartedCalls:
 
 
 def end_call(
-    call: ModelCall,
+    call: LibraryCall,
     hook: Hook,
     count_rows: Rows,
     args: tuple[Any, ...],

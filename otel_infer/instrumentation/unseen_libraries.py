@@ -28,7 +28,6 @@ UNSEEN_LIBRARIES = (
     UnseenLibrary("tensorrt_llm", "its engine is not followed: HTTP requests only"),
     UnseenLibrary("lmdeploy", "its engine is not followed: HTTP requests only"),
     UnseenLibrary("mlx", _MODELS),
-    UnseenLibrary("sglang", "its engine is not followed: HTTP requests only"),
 )  # fmt: skip
 """In the order in which they are named."""
 

@@ -16,7 +16,7 @@ from otel_infer import _clock
 from otel_infer.instrumentation.followed_streams import call_safely
 from otel_infer.instrumentation.hooks.probe import Hook
 from otel_infer.instrumentation.sglang._instrumentor import IDS, STATE, STATS, STEPS, instrumentor
-from otel_infer.instrumentation.sglang.scheduler_steps import SchedulerSteps, ScheduledRequest
+from otel_infer.instrumentation.sglang.scheduler_steps import ScheduledRequest, SglangSteps
 from otel_infer.ringbuffer import events
 from otel_infer.tracing import propagation
 
@@ -90,7 +90,7 @@ def _patch_release(original: Callable[..., Any], hook: Hook) -> Callable[..., An
 @instrumentor.patch_hot_path(f"{SCHEDULER}.run_batch", reads=("batch",), part=STEPS)
 def _patch_run_batch(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     def run_batch(self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        steps = call_safely(hook, SchedulerSteps.find, self) if hook.alive else None
+        steps = call_safely(hook, SglangSteps.find, self) if hook.alive else None
         if steps is not None:
             call_safely(hook, steps.record_scheduled, batch, self.forward_ct + 1)
         return original(self, batch, *args, **kwargs)
@@ -101,7 +101,7 @@ def _patch_run_batch(original: Callable[..., Any], hook: Hook) -> Callable[..., 
 @instrumentor.patch_hot_path(f"{SCHEDULER}.process_batch_result", reads=("batch", "result"), part=STEPS)
 def _patch_process_result(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     def process_batch_result(self: Any, batch: Any, result: Any, *args: Any, **kwargs: Any) -> Any:
-        steps = call_safely(hook, SchedulerSteps.find, self) if hook.alive else None
+        steps = call_safely(hook, SglangSteps.find, self) if hook.alive else None
         if steps is None:
             return original(self, batch, result, *args, **kwargs)
         launched = call_safely(hook, steps.begin_processing, batch)

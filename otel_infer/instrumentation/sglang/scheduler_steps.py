@@ -66,7 +66,7 @@ class LaunchedStep(NamedTuple):
     lengths: tuple[int, ...]
 
 
-class SchedulerSteps:
+class SglangSteps:
     """Records the steps of one scheduler. `launched`: those without results, by their `forward_iter`.
 
     `mixed_until`: a request has left the batch; steps up to this one may have computed for it in vain.
@@ -83,15 +83,15 @@ class SchedulerSteps:
         self._blocks = KvBlockSizeRecorder(ENGINE, writer.number, 1)
 
     @staticmethod
-    def find(scheduler: Any) -> SchedulerSteps | None:
+    def find(scheduler: Any) -> SglangSteps | None:
         """Returns the steps of this scheduler, made at the first call; None while nothing records."""
-        steps: SchedulerSteps | None = scheduler.__dict__.get(ATTRIBUTE)
+        steps: SglangSteps | None = scheduler.__dict__.get(ATTRIBUTE)
         if steps is not None and steps.writer.alive:
             return steps
         writer = recorder.acquire_batch_writer(ENGINE)
         if writer is None:
             return None
-        steps = SchedulerSteps(scheduler, writer)
+        steps = SglangSteps(scheduler, writer)
         setattr(scheduler, ATTRIBUTE, steps)
         _last_steps.set(steps)
         return steps
@@ -157,12 +157,12 @@ class _LastSteps:
     """The steps of the scheduler of this process; it has one."""
 
     def __init__(self) -> None:
-        self._steps: weakref.ref[SchedulerSteps] | None = None
+        self._steps: weakref.ref[SglangSteps] | None = None
 
-    def set(self, steps: SchedulerSteps) -> None:
+    def set(self, steps: SglangSteps) -> None:
         self._steps = weakref.ref(steps)
 
-    def get(self) -> SchedulerSteps | None:
+    def get(self) -> SglangSteps | None:
         return self._steps() if self._steps is not None else None
 
 

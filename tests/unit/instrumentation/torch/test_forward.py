@@ -108,7 +108,7 @@ def recording(torch: FakeTorch) -> Iterator[Recording]:
 
 
 def watch_module(module: Any) -> Any:
-    forward_hooks._watch_module(module)
+    forward_hooks.watch_module(module)
     return module
 
 
