@@ -61,8 +61,10 @@ else
 	  $(if $(findstring tests/servers/,$(ARGS)),,tests/servers) $(ARGS)
 endif
 
-test-engines: $(VENV)-engines/.llama  ## ONNX Runtime, OpenVINO, llama.cpp, CTranslate2, diffusers …, each on a tiny model, in an environment of its own
-	$(VENV)-engines/bin/python -m pytest $(TWO) tests/engines $(ARGS)
+SGLANG := tests/engines/test_sglang.py
+test-engines: $(VENV)-engines/.llama $(VENV)-sglang/.dev  ## SGLang, llama.cpp, ONNX Runtime, OpenVINO, CTranslate2, diffusers …, each on a tiny model, in two environments
+	$(VENV)-engines/bin/python -m pytest $(TWO) tests/engines --ignore=$(SGLANG) $(ARGS); failed=$$?; \
+	$(VENV)-sglang/bin/python -m pytest $(SGLANG) $(ARGS) && exit $$failed
 
 test-stack: $(VENV)/.dev $(VENV)-vllm/.dev tools  ## real servers, scraped by a real Prometheus: every panel, every alert
 	$(BIN)/python -m pytest tests/stack $(ARGS)
@@ -146,7 +148,7 @@ wheel: $(VENV)/.dev  ## dist/otel_infer-*.whl
 	$(BIN)/python -m pip wheel -qq --no-deps --wheel-dir dist .
 
 clean:  ## remove the environment and everything built
-	rm -rf $(VENV) $(VENV)-peers $(VENV)-servers $(OVER_SERVERS:%=$(VENV)-servers-%) $(VENV)-servers-pytriton $(VENV)-engines $(VENV)-vllm $(VENV)-oldest .venv-3.* $(SKIPPED) build dist .tools .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VENV)-peers $(VENV)-servers $(OVER_SERVERS:%=$(VENV)-servers-%) $(VENV)-servers-pytriton $(VENV)-engines $(VENV)-sglang $(VENV)-vllm $(VENV)-oldest .venv-3.* $(SKIPPED) build dist .tools .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
 # pip is renewed: the one that Debian brings cannot resolve our extras when two OpenTelemetry releases mix.
 $(BIN)/python:
@@ -209,6 +211,13 @@ $(VENV)-engines/.dev: pyproject.toml tests/engines/requirements.txt
 $(VENV)-engines/.llama: $(VENV)-engines/.dev tests/engines/requirements-llama.txt
 	@echo "installing llama-cpp-python, which is compiled the first time, in about ten minutes"
 	@$(VENV)-engines/bin/python -m pip install -qq -r tests/engines/requirements-llama.txt
+	@touch $@
+
+$(VENV)-sglang/.dev: pyproject.toml tests/engines/requirements-sglang.txt
+	@$(MAKE) --no-print-directory VENV=$(VENV)-sglang $(VENV)-sglang/.torch
+	@echo "installing SGLang and what the tests need"
+	@$(VENV)-sglang/bin/python -m pip install -qq --no-deps -r tests/engines/requirements-sglang.txt
+	@$(VENV)-sglang/bin/python -m pip install -qq -e ".[dev]"
 	@touch $@
 
 # A path file lends it what the servers' environment has, which pip then leaves alone: what is older is installed beside it.
