@@ -133,14 +133,8 @@ def test_a_known_prefix_is_read_from_the_radix_cache(served: Served) -> None:
 
 
 def test_requests_that_do_not_run_wait_in_the_queue_and_share_batches(served: Served) -> None:
-    before, answers = counted(served.receiver), []
-    threads = [
-        threading.Thread(target=lambda: answers.append(served.ask(tokens=60))) for _ in range(3 * RUNNING)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    before = counted(served.receiver)
+    answers = ask_together(served, 3 * RUNNING, 60)
     waits, sizes = [], []
     for answer in answers:
         spans = served.spans(answer)
@@ -170,24 +164,26 @@ def test_a_prompt_that_is_refused_is_no_inference_of_the_engine(served: Served) 
     assert not any("decode" in line for line in lines)
 
 
+def ask_together(served: Served, count: int, tokens: int) -> list[Answer]:
+    """Returns the answers to requests that are sent at once."""
+    answers: list[Answer] = []
+
+    def ask(number: int) -> None:
+        answers.append(served.ask(tokens=tokens, prompt=f"{number} {PROMPT}"))
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return answers
+
+
 def test_a_retracted_request_is_preempted(tmp_path: Path, tiny_llama: Path) -> None:
-    for served in serve(tiny_llama, tmp_path, SGLANG_TEST_RETRACT="true", SGLANG_TEST_RETRACT_INTERVAL="5"):
-        answers: list[Answer] = []
-        threads = [
-            threading.Thread(
-                target=lambda number=number: answers.append(
-                    served.ask(tokens=40, prompt=f"{number} {PROMPT}")
-                )
-            )
-            for number in range(RUNNING)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        requests = [
-            find(served.spans(answer), "text_completion tiny-llama")["attributes"] for answer in answers
-        ]
+    retracting = {"SGLANG_TEST_RETRACT": "true", "SGLANG_TEST_RETRACT_INTERVAL": "5"}
+    for served in serve(tiny_llama, tmp_path, **retracting):
+        spans = [served.spans(answer) for answer in ask_together(served, RUNNING, 40)]
+        requests = [find(each, "text_completion tiny-llama")["attributes"] for each in spans]
         assert max(request.get(semconv.PREEMPTIONS, 0) for request in requests) >= 1
         assert [request[semconv.USAGE_OUTPUT_TOKENS] for request in requests] == [40] * RUNNING
 
