@@ -14,7 +14,7 @@ export PIP_NO_BINARY := urllib3-future
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all test-pythons test-oldest test-vllm test-servers test-engines test-stack battery fuzz browser tools bench bench-peers bench-vllm bench-whole bench-whole-vllm bench-whole-servers bench-servers lint format wheel clean
+.PHONY: help demo test test-all test-pythons test-oldest test-vllm test-servers test-engines test-stack battery fuzz browser tools bench bench-peers bench-vllm bench-whole bench-whole-vllm bench-whole-servers bench-servers bench-engines lint format wheel clean
 
 help:  ## this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -143,6 +143,9 @@ bench-whole-servers: $(VENV)-servers/.bench  ## the same for Flask under gunicor
 
 bench-servers: $(VENV)-servers/.dev  ## client against trace on servers of all kinds, and a Flask and a gRPC request beside OpenTelemetry's instrumentations
 	$(VENV)-servers/bin/python -m benchmarks --only entrances server_truth $(ARGS)
+
+bench-engines: $(VENV)-engines/.llama  ## a delay in each stage of each engine, and what the hooks add to a call
+	$(VENV)-engines/bin/python -m benchmarks --only engine_truth engine_hooks $(ARGS)
 
 wheel: $(VENV)/.dev  ## dist/otel_infer-*.whl
 	$(BIN)/python -m pip wheel -qq --no-deps --wheel-dir dist .

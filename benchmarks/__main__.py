@@ -40,8 +40,10 @@ SECTIONS = (
     "truth",
     "blocked_truth",
 )
-ONLY_IF_NAMED = ("vllm_scheduler", "vllm", "whole", "server_truth", "entrances")
-"""Sections that run only if `--only` names them: four have a Python environment of their own, one takes hours."""
+ONLY_IF_NAMED = (
+    "vllm_scheduler", "vllm", "whole", "server_truth", "entrances", "engine_truth", "engine_hooks",
+)  # fmt: skip
+"""Sections that run only if `--only` names them: six have a Python environment of their own, one takes hours."""
 MODULES = {
     "asgi": "asgi_requests",
     "entrances": "entrance_requests",

@@ -70,7 +70,7 @@ def run_case(server: Server, case: faults.Case, folder: Path, models: Path) -> d
 
 def make_load(server: Server, port: int, model: Path, requests: list[TimedRequest]) -> Load:
     """Returns the load of these requests."""
-    name = "tiny" if server.name == "vllm" else str(model)
+    name = "tiny" if server.name in ("vllm", "sglang") else str(model)
     return Load(port, server.kind, name, requests, server.fields)
 
 
@@ -81,8 +81,21 @@ def make_model(server: Server, folder: Path) -> Path:
         if not path.exists():
             make_encoder(path)
         return path
+    if server.name == "llama-cpp":
+        return make_gguf(folder)
     path = folder / "model-llama"
     return path if path.exists() else make_demo_model(path, layers=4, hidden=128)
+
+
+def make_gguf(folder: Path) -> Path:
+    """Returns the file of a Llama for llama.cpp, of the size of a small one, so that a token takes some ms."""
+    from tests.engines import gguf_models
+
+    path, tokenizer = folder / "model-llama.gguf", folder / "tokenizer"
+    if not path.exists():
+        make_tokenizer().save_pretrained(tokenizer)
+        gguf_models.make_gguf(path, tokenizer, gguf_models.Shape(8, 8, 4, 512, 1536, 4096))
+    return path
 
 
 def make_encoder(folder: Path) -> None:

@@ -203,8 +203,10 @@ OTHERS = ("batcher", "flask-gunicorn")
 """Servers that answer with the result of one call."""
 PROGRAMS = ("generate-threads", "generate-async", "embeddings")
 STREAMS = ("generate-threads", "transformers-serve", "vllm")
-ENGINES = ("transformers-serve", "vllm")
-ALL = (*PROGRAMS, *ENGINES, *OTHERS)
+ENGINES = ("transformers-serve", "vllm", "sglang")
+ONE_AT_A_TIME = ("llama-cpp",)
+"""Servers that let one request at a time have the model."""
+ALL = (*PROGRAMS, *ENGINES, *ONE_AT_A_TIME, *OTHERS)
 BLOCKED = ("generate-async",)
 """Each generation blocks the event loop, so what else happens also shows as waiting in the socket."""
 UNBLOCKED = ("generate-threads", "embeddings")
@@ -229,15 +231,17 @@ FAULTS = {
     "retry storm, blocked loop": Fault(
         ("abandoned_work", "pre_engine"), draw_retry_storm, ("generate-async",)
     ),
-    "gc storm": Fault(("stutter",), draw_gc_storm, (*UNBLOCKED, *OTHERS)),
+    "gc storm": Fault(("stutter",), draw_gc_storm, (*UNBLOCKED, *ONE_AT_A_TIME, *OTHERS)),
     "gc storm, blocked loop": Fault(("stutter", "pre_engine"), draw_gc_storm, BLOCKED),
     "memory pressure": Fault(("stutter", "pre_engine"), draw_memory_pressure, (*PROGRAMS, *OTHERS)),
     "slow log": Fault(("pre_engine", "stutter"), draw_slow_log, (*PROGRAMS, *OTHERS)),
     "long prompts": Fault(("prefill",), draw_long_prompts, (*UNBLOCKED, "flask-gunicorn")),
     "long prompts, one batch": Fault(("prefill", "stutter"), draw_long_prompts, ENGINES),
+    "long prompts, one at a time": Fault(("prefill", *WAITS), draw_long_prompts, ONE_AT_A_TIME),
     "long prompts, blocked loop": Fault(("prefill", "pre_engine"), draw_long_prompts, BLOCKED),
     "burst": Fault(("peak", "too_many_at_once"), draw_burst, (*UNBLOCKED, "flask-gunicorn")),
     "burst, one batch": Fault(("peak", "batching"), draw_burst, (*ENGINES, "batcher")),
+    "burst, one at a time": Fault(WAITS, draw_burst, ONE_AT_A_TIME),
     "burst, blocked loop": Fault(("peak", "pre_engine"), draw_burst, BLOCKED),
     "heavy among light": Fault(
         ("head_of_line_blocking", "too_many_at_once"), draw_heavy_among_light, STREAMS

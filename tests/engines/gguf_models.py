@@ -4,23 +4,34 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import gguf
 import numpy as np
 
-LAYERS, HEADS, KV_HEADS, WIDTH, INNER = 2, 4, 2, 64, 128
-CONTEXT = 512
+
+class Shape(NamedTuple):
+    """The size of a model; `width` and `inner` of its layers, `context` in tokens."""
+
+    layers: int = 2
+    heads: int = 4
+    kv_heads: int = 2
+    width: int = 64
+    inner: int = 128
+    context: int = 512
 
 
-def make_gguf(path: Path, tokenizer_folder: Path) -> Path:
-    """Writes the model with the tokenizer of a folder of `tests.support.tiny`; returns its path."""
+TINY = Shape()
+
+
+def make_gguf(path: Path, tokenizer_folder: Path, shape: Shape = TINY) -> Path:
+    """Writes the model with the tokenizer of a folder; returns its path."""
     tokenizer = json.loads((tokenizer_folder / "tokenizer.json").read_text())
     path.parent.mkdir(parents=True, exist_ok=True)
     writer = gguf.GGUFWriter(path, "llama")
-    _add_shape(writer)
+    _add_shape(writer, shape)
     count = _add_tokenizer(writer, tokenizer)
-    _add_weights(writer, count)
+    _add_weights(writer, count, shape)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -28,16 +39,16 @@ def make_gguf(path: Path, tokenizer_folder: Path) -> Path:
     return path
 
 
-def _add_shape(writer: Any) -> None:
+def _add_shape(writer: Any, shape: Shape) -> None:
     writer.add_name("tiny")
-    writer.add_context_length(CONTEXT)
-    writer.add_embedding_length(WIDTH)
-    writer.add_block_count(LAYERS)
-    writer.add_feed_forward_length(INNER)
-    writer.add_head_count(HEADS)
-    writer.add_head_count_kv(KV_HEADS)
+    writer.add_context_length(shape.context)
+    writer.add_embedding_length(shape.width)
+    writer.add_block_count(shape.layers)
+    writer.add_feed_forward_length(shape.inner)
+    writer.add_head_count(shape.heads)
+    writer.add_head_count_kv(shape.kv_heads)
     writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_dimension_count(WIDTH // HEADS)
+    writer.add_rope_dimension_count(shape.width // shape.heads)
     writer.add_rope_freq_base(10000.0)
     writer.add_file_type(1)  # half precision
 
@@ -61,22 +72,23 @@ def _add_tokenizer(writer: Any, tokenizer: Any) -> int:
     return len(words)
 
 
-def _add_weights(writer: Any, vocabulary: int) -> None:
-    random, keys = np.random.default_rng(0), KV_HEADS * WIDTH // HEADS
+def _add_weights(writer: Any, vocabulary: int, shape: Shape) -> None:
+    random, width, inner = np.random.default_rng(0), shape.width, shape.inner
+    keys = shape.kv_heads * width // shape.heads
 
-    def add(name: str, *shape: int) -> None:
-        is_norm = len(shape) == 1
-        weights = np.ones(shape) if is_norm else random.standard_normal(shape) * 0.05
+    def add(name: str, *sizes: int) -> None:
+        is_norm = len(sizes) == 1
+        weights = np.ones(sizes) if is_norm else random.standard_normal(sizes) * 0.05
         writer.add_tensor(name, weights.astype("float32" if is_norm else "float16"))
 
-    add("token_embd.weight", vocabulary, WIDTH)
-    add("output_norm.weight", WIDTH)
-    add("output.weight", vocabulary, WIDTH)
-    for layer in range(LAYERS):
+    add("token_embd.weight", vocabulary, width)
+    add("output_norm.weight", width)
+    add("output.weight", vocabulary, width)
+    for layer in range(shape.layers):
         block = f"blk.{layer}."
-        for name, shape in (
-            ("attn_norm", (WIDTH,)), ("ffn_norm", (WIDTH,)), ("attn_q", (WIDTH, WIDTH)), ("attn_k", (keys, WIDTH)),
-            ("attn_v", (keys, WIDTH)), ("attn_output", (WIDTH, WIDTH)), ("ffn_gate", (INNER, WIDTH)),
-            ("ffn_up", (INNER, WIDTH)), ("ffn_down", (WIDTH, INNER)),
+        for name, sizes in (
+            ("attn_norm", (width,)), ("ffn_norm", (width,)), ("attn_q", (width, width)), ("attn_k", (keys, width)),
+            ("attn_v", (keys, width)), ("attn_output", (width, width)), ("ffn_gate", (inner, width)),
+            ("ffn_up", (inner, width)), ("ffn_down", (width, inner)),
         ):  # fmt: skip
-            add(f"{block}{name}.weight", *shape)
+            add(f"{block}{name}.weight", *sizes)

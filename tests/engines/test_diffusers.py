@@ -39,8 +39,8 @@ def make_unet(**settings: Any) -> Any:
     )  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def parts() -> dict[str, Any]:
+def make_parts() -> dict[str, Any]:
+    """Returns the parts of a tiny Stable Diffusion with random weights."""
     import torch
     from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
@@ -60,6 +60,11 @@ def parts() -> dict[str, Any]:
         "unet": make_unet(), "vae": vae, "text_encoder": CLIPTextModel(text).eval(), "tokenizer": tokenizer,
         "scheduler": diffusers.DDIMScheduler(), "safety_checker": None, "feature_extractor": None,
     }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def parts() -> dict[str, Any]:
+    return make_parts()
 
 
 @pytest.fixture
