@@ -242,9 +242,9 @@ def make_faster_whisper(folder: Path) -> Engine:
 
 
 def make_diffusers(folder: Path) -> Engine:
-    from tests.engines.test_diffusers import make_parts
-
     import diffusers
+
+    from tests.engines.test_diffusers import make_parts
 
     pipeline = diffusers.StableDiffusionPipeline(**make_parts(), requires_safety_checker=False)
     pipeline.set_progress_bar_config(disable=True)

@@ -9,6 +9,7 @@ which one generation has at a time.
 from __future__ import annotations
 
 from array import array
+from collections import deque
 from operator import attrgetter
 from typing import Any
 
@@ -128,38 +129,40 @@ class Generation:
 
 
 class SharedSteps:
-    """The steps of a library that computes several generations in one pass, in one thread."""
+    """The steps of a library that computes several generations in one pass, in one thread. A next one may begin before its end."""
 
-    __slots__ = ("_library", "_members", "_step", "_writer")
+    __slots__ = ("_launched", "_library", "_writer")
 
     def __init__(self, library: ModelLibrary) -> None:
         self._library = library
         self._writer: BatchWriter | None = None
-        self._members: list[Generation] = []
-        self._step = 0
+        self._launched: deque[tuple[int, list[Generation]]] = deque()
 
     def begin_step(self, members: list[Generation], tokens: list[int]) -> None:
         """Records that a pass begins. `tokens`: that it computes, of each member."""
         if self._writer is None or not self._writer.alive:
             self._writer = _acquire_writer(self._library)
-        self._members, self._step = members, 0
         for member in members:
             member.steps += 1
+        step = 0
         if self._writer is not None:
             column = array("I", tokens).tobytes() if set(tokens) != {1} else b""
-            self._step = self._writer.write_scheduled(members, (), column, 0, 0, len(members), 0)
+            step = self._writer.write_scheduled(members, (), column, 0, 0, len(members), 0)
+        self._launched.append((step, members))
 
     def end_step(self, tokens: list[int]) -> None:
-        """Records that its results are known. `tokens`: that it delivered, of each member."""
-        for member, count in zip(self._members, tokens):
+        """Records that the results of the first step without are known. `tokens`: that it delivered, of each member."""
+        step, members = self._launched.popleft() if self._launched else (0, [])
+        for member, count in zip(members, tokens):
             member.tokens += count
-        if self._writer is not None and self._step:
+        if self._writer is not None and step and len(tokens) == len(members):
             column = array("I", tokens).tobytes() if set(tokens) != {1} else b""
-            self._writer.write_done(self._step, column, len(tokens))
+            self._writer.write_done(step, column, len(tokens))
 
     def release(self) -> None:
         """Gives up the ring: no generation is left."""
-        writer, self._writer, self._members = self._writer, None, []
+        writer, self._writer = self._writer, None
+        self._launched.clear()
         if writer is not None:
             recorder.release_batch_writer(self._library.provider, writer)
 

@@ -45,6 +45,7 @@ BUILTIN = {
     "transformers": "transformers",
     "vllm": "vllm",
     "sglang": "sglang",
+    "lmdeploy": "lmdeploy",
     "llama_cpp": "llama_cpp",
     "sentence_transformers": "sentence_transformers",
     "onnxruntime": "onnxruntime",

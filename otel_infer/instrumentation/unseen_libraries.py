@@ -26,7 +26,6 @@ UNSEEN_LIBRARIES = (
     UnseenLibrary("jax", _MODELS),
     UnseenLibrary("tensorrt", _MODELS),
     UnseenLibrary("tensorrt_llm", "its engine is not followed: HTTP requests only"),
-    UnseenLibrary("lmdeploy", "its engine is not followed: HTTP requests only"),
     UnseenLibrary("mlx", _MODELS),
 )  # fmt: skip
 """In the order in which they are named."""
