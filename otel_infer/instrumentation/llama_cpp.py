@@ -11,19 +11,19 @@ from __future__ import annotations
 import contextlib
 import inspect
 import sys
-import threading
 from collections.abc import AsyncIterator, Callable
 from contextvars import ContextVar
 from typing import Any
 
 from otel_infer import _clock
+from otel_infer.instrumentation import model_calls
 from otel_infer.instrumentation.followed_streams import StreamWork, call_safely, follow_stream
 from otel_infer.instrumentation.generation_calls import Generation, begin_generation
 from otel_infer.instrumentation.hooks.engines import read_file_name
 from otel_infer.instrumentation.hooks.instrumentor import Instrumentor
 from otel_infer.instrumentation.hooks.model_loading import wrap_loading
 from otel_infer.instrumentation.hooks.probe import Hook
-from otel_infer.instrumentation.model_calls import ModelLibrary, open_request, wrap_call, wrap_tokenizer
+from otel_infer.instrumentation.model_calls import ModelLibrary, count_inputs, wrap_call, wrap_tokenizer
 from otel_infer.ringbuffer import events
 from otel_infer.tracing import request_span, start
 from otel_infer.tracing.context import detach
@@ -45,26 +45,13 @@ CHAT = ModelLibrary(PROVIDER, read_model, events.OPERATION_CHAT)
 EMBEDDINGS = ModelLibrary(PROVIDER, read_model, events.OPERATION_EMBEDDINGS)
 
 _library: ContextVar[ModelLibrary] = ContextVar("otel_infer-llama-operation", default=TEXT)
-
-
-def _count_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    texts = args[0] if args else kwargs.get("input")
-    return 1 if isinstance(texts, str) else len(texts or ())
-
+_completion: ContextVar[Completion | None] = ContextVar("otel_infer-llama-completion", default=None)
+_run: ContextVar[Run | None] = ContextVar("otel_infer-llama-run", default=None)
+"""What computes its next token."""
 
 instrumentor.patch_hot_path(f"{_LLAMA}.__init__", reads=("model_path",))(wrap_loading(PROVIDER, read_model))
-instrumentor.patch_hot_path(f"{_LLAMA}.embed", reads=("input",))(wrap_call(EMBEDDINGS, _count_inputs))
+instrumentor.patch_hot_path(f"{_LLAMA}.embed", reads=("input",))(wrap_call(EMBEDDINGS, count_inputs))
 instrumentor.patch_hot_path(f"{_LLAMA}.tokenize", reads=("text",))(wrap_tokenizer)
-
-
-class _ThreadState(threading.local):
-    """What this thread computes the next token of."""
-
-    completion: Completion | None = None
-    run: Run | None = None
-
-
-_thread = _ThreadState()
 
 
 class Completion(StreamWork):
@@ -80,12 +67,13 @@ class Completion(StreamWork):
         if not self.has_begun:
             self.has_begun = True
             if start.find_request() is None:
-                self.own_request = open_request(self.library, self.llama, generative=True)
-        outer, _thread.completion = _thread.completion, self
+                self.own_request = model_calls.open_request(self.library, self.llama, generative=True)
+        outer = _completion.set(self)
         return outer, self.own_request.attach() if self.own_request is not None else None
 
     def leave(self, entered: Any) -> None:
-        _thread.completion, token = entered
+        outer, token = entered
+        _completion.reset(outer)
         if token is not None:
             detach(token)
 
@@ -126,22 +114,19 @@ class Run(StreamWork):
     def enter(self) -> Any:
         if self._hook is not None:
             self._begin(self._hook)
-        outer, _thread.run = _thread.run, self if self.is_recorded else None
-        return outer
+        return _run.set(self if self.is_recorded else None)
 
     def _begin(self, hook: Hook) -> None:
-        self._hook, self.completion = None, _thread.completion
-        library, most = TEXT, 0
-        if self.completion is not None:
-            library, most = self.completion.library, self.completion.max_tokens
+        self._hook, self.completion = None, (work := _completion.get())
+        library, most = (work.library, work.max_tokens) if work is not None else (TEXT, 0)
         begun = begin_generation(library, self.llama, hook, self.prompt_left, most)
         if begun is not None:
             self.generation, self.is_recorded = begun, True
-            if self.completion is not None:
-                self.completion.run = self
+            if work is not None:
+                work.run = self
 
     def leave(self, entered: Any) -> None:
-        _thread.run = entered
+        _run.reset(entered)
 
     def begin_pass(self, tokens: int) -> None:
         """Begins a step, and ends the one before. `tokens`: that the pass computes."""
@@ -174,8 +159,7 @@ class Run(StreamWork):
 
     def end(self, exc: BaseException | None) -> None:
         """Ends a generation that is no part of a completion. Its reader may leave it at any token."""
-        is_left = exc is None or isinstance(exc, GeneratorExit)
-        if self.is_recorded and not is_left and exc is not None:
+        if self.is_recorded and exc is not None and not isinstance(exc, GeneratorExit):
             self.generation.fail(exc)
         elif self.is_recorded and self.completion is None:
             self.finish("")
@@ -225,21 +209,19 @@ def _patch_generate(original: Callable[..., Any], hook: Hook) -> Callable[..., A
 @instrumentor.patch_hot_path("llama_cpp._internals:LlamaContext.decode", reads=("batch",))
 def _patch_decode(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     def decode(self: Any, batch: Any) -> Any:
-        if _thread.run is not None and hook.alive:
-            call_safely(hook, lambda run: run.begin_pass(batch.n_tokens()), _thread.run)
+        run = _run.get()
+        if run is not None and hook.alive:
+            call_safely(hook, lambda: run.begin_pass(batch.n_tokens()))
         return original(self, batch)
 
     return decode
-
-
-# ── the server: a lock lets one request through at a time ────────────────────────────────────────────────────────────
 
 
 @instrumentor.patch_hot_path(f"{_SERVER}:get_llama_proxy", part="server")
 def _patch_proxy(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     wait = contextlib.asynccontextmanager(original)
 
-    async def get_llama_proxy() -> AsyncIterator[Any]:
+    async def get_llama_proxy() -> AsyncIterator[Any]:  # a lock lets one request through at a time
         request = call_safely(hook, start.current_request) if hook.alive else None
         queued_at = _clock.now()
         if request is not None:

@@ -1,7 +1,7 @@
 """Records LMDeploy's PyTorch engine, whose loop runs in the process and on the event loop of its API server.
 
     AsyncEngine.generate ─ EngineInstance.async_stream_infer ─▶ submitted       Engine._add_message ─▶ received
-    InputsMakerAsync.send_next_inputs, prefetch_next_inputs ─▶ scheduled        EngineLoop._make_infer_outputs ─▶ done
+    InputsMakerAsync.send_next_inputs, prefetch_next_inputs ─▶ scheduled        EngineLoop._finish_forward_output ─▶ done
 
 The next batch is sent before the results of the one before have come. By source of 0.18.0, and on stubs with its signatures: it
 was never run, because it needs a GPU. TurboMind, and an engine in another process, are not followed.
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from contextlib import aclosing
 from typing import Any
 
 from otel_infer import _clock
@@ -25,6 +26,7 @@ from otel_infer.ringbuffer import events
 
 PROVIDER = events.LMDEPLOY
 _ENGINE = "lmdeploy.pytorch.engine"
+_REQUESTS, _STEPS = "requests", "steps"
 
 instrumentor = Instrumentor("lmdeploy", "lmdeploy", ("lmdeploy",), is_engine=True)
 
@@ -44,7 +46,7 @@ _sessions: dict[int, Generation] = {}
 _steps = SharedSteps(LIBRARY)
 
 
-@instrumentor.patch_hot_path(f"{_ENGINE}.engine:Engine.__init__", reads=("model_path",))
+@instrumentor.patch_hot_path(f"{_ENGINE}.engine:Engine.__init__", reads=("model_path",), part=_REQUESTS)
 def _patch_engine(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     def init(self: Any, model_path: Any, *args: Any, **kwargs: Any) -> None:
         original(self, model_path, *args, **kwargs)
@@ -57,6 +59,7 @@ def _patch_engine(original: Callable[..., Any], hook: Hook) -> Callable[..., Any
 @instrumentor.patch_hot_path(
     f"{_ENGINE}.engine_instance:EngineInstance.async_stream_infer",
     reads=("session_id", "input_ids", "gen_config"),
+    part=_REQUESTS,
 )
 def _patch_stream(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     async def async_stream_infer(
@@ -71,20 +74,30 @@ def _patch_stream(original: Callable[..., Any], hook: Hook) -> Callable[..., Any
         if begun is not None:
             _sessions[session_id] = begun
         try:
-            async for output in original(self, session_id, input_ids, gen_config, *args, **kwargs):
-                if begun is not None:
-                    call_safely(hook, _note_output, begun, output)
-                yield output
+            async with aclosing(
+                original(self, session_id, input_ids, gen_config, *args, **kwargs)
+            ) as outputs:
+                async for output in outputs:
+                    if begun is not None:
+                        call_safely(hook, _note_output, begun, output)
+                    yield output
         except BaseException as exc:
             if begun is not None:
                 call_safely(hook, begun.fail, exc)
             raise
         finally:
-            _sessions.pop(session_id, None)
             if begun is not None:
-                call_safely(hook, begun.fail, GeneratorExit())  # does nothing after its end
+                call_safely(hook, _end_session, session_id, begun)
 
     return async_stream_infer
+
+
+def _end_session(session_id: int, generation: Generation) -> None:
+    """Forgets a session. A generation that has not ended was left by its reader."""
+    _sessions.pop(session_id, None)
+    generation.fail(GeneratorExit())
+    if not _sessions:
+        _steps.release()
 
 
 def _note_output(generation: Generation, output: Any) -> None:
@@ -100,7 +113,7 @@ def _note_output(generation: Generation, output: Any) -> None:
         generation.fail(RuntimeError())
 
 
-@instrumentor.patch_hot_path(f"{_ENGINE}.engine:Engine._add_message", reads=("reqs",))
+@instrumentor.patch_hot_path(f"{_ENGINE}.engine:Engine._add_message", reads=("reqs",), part=_REQUESTS)
 def _patch_add(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     def add_message(self: Any, reqs: Any) -> Any:
         if hook.alive:
@@ -134,7 +147,9 @@ def _patch_inputs(original: Callable[..., Any], hook: Hook) -> Callable[..., Any
 
 
 for _name in ("send_next_inputs", "prefetch_next_inputs"):
-    instrumentor.patch_hot_path(f"{_ENGINE}.inputs_maker:InputsMakerAsync.{_name}")(_patch_inputs)
+    instrumentor.patch_hot_path(f"{_ENGINE}.inputs_maker:InputsMakerAsync.{_name}", part=_STEPS)(
+        _patch_inputs
+    )
 
 
 def _find_members(running: Any) -> tuple[list[Any], list[Generation]]:
@@ -157,22 +172,20 @@ def _record_scheduled(inputs: Any, running: Any) -> None:
 
 
 @instrumentor.patch_hot_path(
-    f"{_ENGINE}.engine_loop:EngineLoop._make_infer_outputs", reads=("running", "model_inputs")
+    f"{_ENGINE}.engine_loop:EngineLoop._finish_forward_output", reads=("out", "running"), part=_STEPS
 )
 def _patch_outputs(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
-    def make_infer_outputs(self: Any, batched_outputs: Any, running: Any, *args: Any, **kwargs: Any) -> Any:
-        sequences = call_safely(hook, _find_members, running) if hook.alive else None
-        before = [len(sequence.generated_ids) for sequence in sequences[0]] if sequences is not None else []
-        outputs = original(self, batched_outputs, running, *args, **kwargs)
+    def finish_forward_output(self: Any, out: Any, running: Any, *args: Any, **kwargs: Any) -> Any:
+        sequences = call_safely(hook, _find_members, running)[0] if running and hook.alive else None
+        before = [len(sequence.generated_ids) for sequence in sequences] if sequences is not None else []
+        result = original(self, out, running, *args, **kwargs)
         if sequences is not None:
-            call_safely(hook, _record_done, sequences[0], before)
-        return outputs
+            call_safely(hook, _record_done, sequences, before)
+        return result
 
-    return make_infer_outputs
+    return finish_forward_output
 
 
 def _record_done(sequences: list[Any], before: list[int]) -> None:
     """Ends a step. A chunk of a prompt delivers nothing, and several tokens come where drafts were accepted."""
     _steps.end_step([max(len(one.generated_ids) - count, 0) for one, count in zip(sequences, before)])
-    if not _sessions:
-        _steps.release()

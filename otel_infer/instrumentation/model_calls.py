@@ -218,6 +218,13 @@ def count_tokens(tokens: Any) -> int:
     return int(shape[-1]) if shape else len(tokens)
 
 
+def count_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Returns the number of inputs that a call gets: those of the first list or text, which is one."""
+    kinds = (str, list, tuple)
+    found = next((value for value in (*args, *kwargs.values()) if isinstance(value, kinds)), "")
+    return 1 if isinstance(found, str) else len(found)
+
+
 def count_rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     """Returns the first dimension of the first array with two dimensions or more; 0 = there is none."""
     return next(filter(None, map(_read_rows, _iter_values((*args, *kwargs.values())))), 0)

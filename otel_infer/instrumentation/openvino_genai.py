@@ -18,7 +18,7 @@ from otel_infer.instrumentation.generation_calls import Generation, SharedSteps,
 from otel_infer.instrumentation.hooks.instrumentor import Instrumentor
 from otel_infer.instrumentation.hooks.model_loading import LoadedNames
 from otel_infer.instrumentation.hooks.probe import Hook
-from otel_infer.instrumentation.model_calls import ModelLibrary, wrap_call
+from otel_infer.instrumentation.model_calls import ModelLibrary, count_inputs, wrap_call
 from otel_infer.ringbuffer import events
 
 PROVIDER = events.OPENVINO_GENAI
@@ -29,11 +29,6 @@ instrumentor = Instrumentor("openvino_genai", "openvino-genai", ("openvino_genai
 
 _names = LoadedNames(PROVIDER)
 TEXT = ModelLibrary(PROVIDER, _names.read_name, events.OPERATION_TEXT_COMPLETION)
-
-
-def _count_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    inputs = args[0] if args else next(iter(kwargs.values()), ())
-    return len(inputs) if isinstance(inputs, (list, tuple)) else 1
 
 
 # ── text pipelines ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -216,7 +211,7 @@ for _pipeline, _name, _operation in (
     ("Image2ImagePipeline", "generate", events.OPERATION_GENERATE_CONTENT),
 ):
     _patch(
-        f"{_pipeline}.{_name}", wrap_call(ModelLibrary(PROVIDER, _names.read_name, _operation), _count_inputs)
+        f"{_pipeline}.{_name}", wrap_call(ModelLibrary(PROVIDER, _names.read_name, _operation), count_inputs)
     )
 for _pipeline in ("TextEmbeddingPipeline", "TextRerankPipeline", "WhisperPipeline", "Text2ImagePipeline"):
     _patch(f"{_pipeline}.__init__", _names.wrap_loading)

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.instrumentation.lmdeploy.releases import LIBRARY as LMDEPLOY
+from tests.instrumentation.sglang.releases import LIBRARY as SGLANG
 from tests.instrumentation.transformers.releases import LIBRARY as TRANSFORMERS
 from tests.instrumentation.vllm.releases import LIBRARY as VLLM
 from tests.support import releases
@@ -14,7 +16,7 @@ from tests.support.releases import BINDS, LACKS, Library, Read
 
 pytestmark = pytest.mark.real
 
-LIBRARIES = (TRANSFORMERS, VLLM)
+LIBRARIES = (TRANSFORMERS, VLLM, SGLANG, LMDEPLOY)
 
 
 @pytest.fixture(scope="module", params=LIBRARIES, ids=[library.name for library in LIBRARIES])

@@ -12,6 +12,7 @@ import functools
 import hashlib
 import importlib
 import importlib.util
+import io
 import json
 import os
 import subprocess
@@ -22,6 +23,7 @@ import zipfile
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from otel_infer.instrumentation.hooks.instrumentor import Instrumentor
 from otel_infer.instrumentation.hooks.patch import FunctionPatch, HotPathPatch
@@ -106,6 +108,57 @@ def sdist(name: str, release: str, folder: Path) -> Path | None:
         if hashlib.sha256(content).hexdigest() != sha256:
             return None
         path.write_bytes(content)
+    return path
+
+
+class _RemoteFile(io.RawIOBase):
+    """A file at an address, of which only what is read is downloaded."""
+
+    def __init__(self, url: str) -> None:
+        self._url, self._at = url, 0
+        with urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=30) as answer:
+            self._size = int(answer.headers["Content-Length"])
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = offset + (0, self._at, self._size)[whence]
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        last = min(self._at + len(buffer), self._size) - 1
+        if last < self._at:
+            return 0
+        wanted = urllib.request.Request(self._url, headers={"Range": f"bytes={self._at}-{last}"})
+        with urllib.request.urlopen(wanted, timeout=90) as answer:
+            content = answer.read()
+        buffer[: len(content)] = content
+        self._at += len(content)
+        return len(content)
+
+
+def part_of_wheel(name: str, release: str, folder: Path, modules: Iterable[str]) -> Path | None:
+    """Returns an archive of these modules of a wheel for Linux, whose other files, compiled ones, are not downloaded."""
+    path = folder / f"{name}-{release}.part.whl"
+    if path.exists():
+        return path
+    begin, end = f"{name.replace('-', '_')}-{release}-", "_x86_64.whl"
+    files = {f"{module.replace('.', '/')}{end}" for module in modules for end in (".py", "/__init__.py")}
+    try:
+        urls = [
+            url for file, (url, _) in _files(name).items() if file.startswith(begin) and file.endswith(end)
+        ]
+        with io.BufferedReader(_RemoteFile(urls[0]), 1 << 16) as remote, zipfile.ZipFile(remote) as archive:
+            found = {file: archive.read(file) for file in sorted(files & set(archive.namelist()))}
+    except (OSError, IndexError, ValueError, zipfile.BadZipFile):
+        return None
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as part:
+        for file, content in found.items():
+            part.writestr(file, content)
     return path
 
 

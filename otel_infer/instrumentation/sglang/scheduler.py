@@ -71,9 +71,11 @@ def _patch_retract(original: Callable[..., Any], hook: Hook) -> Callable[..., An
     return set_retract_time
 
 
-@instrumentor.patch_hot_path(f"{SCHEDULER}._release_aborted_request", reads=("req",), part=STEPS)
+@instrumentor.patch_hot_path(
+    f"{SCHEDULER}._release_aborted_request", reads=("req",), optional=True, part=STEPS
+)
 def _patch_release(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
-    """For a request that is aborted while it waits."""
+    """For a request that is aborted while it waits. SGLang 0.5.20 and later."""
 
     def release_aborted_request(self: Any, req: Any) -> Any:
         scheduled = _get_scheduled(req.time_stats) if hook.alive else None
