@@ -16,20 +16,17 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from otel_infer.instrumentation import registry
 from otel_infer.ringbuffer import directory
 from tests.support.otlp_receiver import GRPC, HTTP, OtlpReceiver, partial_success, status
 
-ENGINES = (
-    "fastapi",
-    "functorch",
-    "hypercorn",
-    "starlette",
-    "tokenizers",
-    "torch",
-    "torchgen",
-    "transformers",
-    "uvicorn",
-)
+ENGINES = [instrumentor for instrumentor in registry.load_instrumentors() if instrumentor.is_engine]
+LEFT_OUT = {
+    *("fastapi", "functorch", "hypercorn", "starlette", "tokenizers", "torch", "torchgen", "uvicorn"),
+    *(engine.distribution.replace("-", "_") for engine in ENGINES),
+    *(module for engine in ENGINES for module in engine.modules),
+}
+"""Packages and distributions that an environment without an engine and a web server lacks."""
 BOXES = re.compile("[\u2500-\u257f]")
 
 
@@ -93,7 +90,7 @@ def engineless(tmp_path_factory: pytest.TempPathFactory) -> str:
     for entry in (Path(each) for each in sys.path if each.endswith(("site-packages", "dist-packages"))):
         for package in entry.iterdir():
             name = re.split(r"[-.]", package.name)[0].lower()
-            if name not in (*ENGINES, "__pycache__") and not (site / package.name).exists():
+            if name not in {*LEFT_OUT, "__pycache__"} and not (site / package.name).exists():
                 (site / package.name).symlink_to(package)
     return python
 
