@@ -136,10 +136,13 @@ class SharedSteps:
     def __init__(self, library: ModelLibrary) -> None:
         self._library = library
         self._writer: BatchWriter | None = None
-        self._launched: deque[tuple[int, list[Generation]]] = deque()
+        self._launched: deque[tuple[int, list[Any]]] = deque()
 
-    def begin_step(self, members: list[Generation], tokens: list[int]) -> None:
-        """Records that a pass begins. `tokens`: that it computes, of each member."""
+    def begin_step(self, members: list[Any], tokens: list[int]) -> None:
+        """Records that a pass begins. `members` have `packed`, `steps` and `tokens`, as a `Generation` has.
+
+        `tokens`: that it computes, of each member.
+        """
         if self._writer is None or not self._writer.alive:
             self._writer = _acquire_writer(self._library)
         for member in members:
@@ -158,6 +161,16 @@ class SharedSteps:
         if self._writer is not None and step and len(tokens) == len(members):
             column = array("I", tokens).tobytes() if set(tokens) != {1} else b""
             self._writer.write_done(step, column, len(tokens))
+
+    def get_members(self) -> list[Any]:
+        """Returns the members of the first step without results."""
+        return self._launched[0][1] if self._launched else []
+
+    def cancel_step(self) -> None:
+        """Records that the pass which began last has failed, and delivers nothing."""
+        if self._launched:
+            self._launched.rotate(1)
+            self.end_step([0] * len(self.get_members()))
 
     def release(self) -> None:
         """Gives up the ring: no generation is left."""

@@ -15,7 +15,7 @@ from contextlib import aclosing
 from typing import Any
 
 from otel_infer import _clock
-from otel_infer.instrumentation.followed_streams import call_safely
+from otel_infer.instrumentation.followed_streams import call_before, call_safely
 from otel_infer.instrumentation.generation_calls import Generation, SharedSteps, begin_generation
 from otel_infer.instrumentation.hooks.engines import strip_model_path
 from otel_infer.instrumentation.hooks.instrumentor import Instrumentor
@@ -113,21 +113,16 @@ def _note_output(generation: Generation, output: Any) -> None:
         generation.fail(RuntimeError())
 
 
-@instrumentor.patch_hot_path(f"{_ENGINE}.engine:Engine._add_message", reads=("reqs",), part=_REQUESTS)
-def _patch_add(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
-    def add_message(self: Any, reqs: Any) -> Any:
-        if hook.alive:
-            call_safely(hook, _record_received, reqs)
-        return original(self, reqs)
-
-    return add_message
-
-
-def _record_received(reqs: Any) -> None:
+def _record_received(engine: Any, reqs: Any) -> None:
     for req in reqs:
         generation = _sessions.get(req.data["session_id"])
         if generation is not None:
             generation.request.record_event(events.RequestReceived(_clock.now()))
+
+
+instrumentor.patch_hot_path(f"{_ENGINE}.engine:Engine._add_message", reads=("reqs",), part=_REQUESTS)(
+    call_before(_record_received)
+)
 
 
 # ── steps ────────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -46,6 +46,7 @@ BUILTIN = {
     "vllm": "vllm",
     "sglang": "sglang",
     "lmdeploy": "lmdeploy",
+    "tensorrt_llm": "tensorrt_llm",
     "llama_cpp": "llama_cpp",
     "sentence_transformers": "sentence_transformers",
     "onnxruntime": "onnxruntime",

@@ -25,7 +25,6 @@ UNSEEN_LIBRARIES = (
     UnseenLibrary("tensorflow", _MODELS),
     UnseenLibrary("jax", _MODELS),
     UnseenLibrary("tensorrt", _MODELS),
-    UnseenLibrary("tensorrt_llm", "its engine is not followed: HTTP requests only"),
     UnseenLibrary("mlx", _MODELS),
 )  # fmt: skip
 """In the order in which they are named."""

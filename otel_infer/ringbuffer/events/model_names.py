@@ -15,13 +15,13 @@ ONNXRUNTIME, OPENVINO, CTRANSLATE2, FASTER_WHISPER = (
     "faster-whisper",
 )
 SENTENCE_TRANSFORMERS, DIFFUSERS, LLAMA_CPP = "sentence-transformers", "diffusers", "llama-cpp-python"
-LMDEPLOY = "lmdeploy"
+LMDEPLOY, TENSORRT_LLM = "lmdeploy", "tensorrt-llm"
 ONNXRUNTIME_GENAI, OPENVINO_GENAI = "onnxruntime-genai", "openvino-genai"
 SCIKIT_LEARN, XGBOOST, LIGHTGBM = "scikit-learn", "xgboost", "lightgbm"
 """Providers whose models are named by the server that loads them."""
 NAMING_PROVIDERS = frozenset(
     (
-        TORCH, PYTRITON, LMDEPLOY, ONNXRUNTIME, OPENVINO, CTRANSLATE2, FASTER_WHISPER, SENTENCE_TRANSFORMERS, DIFFUSERS, LLAMA_CPP, ONNXRUNTIME_GENAI, OPENVINO_GENAI, SCIKIT_LEARN, XGBOOST, LIGHTGBM,
+        TORCH, PYTRITON, LMDEPLOY, TENSORRT_LLM, ONNXRUNTIME, OPENVINO, CTRANSLATE2, FASTER_WHISPER, SENTENCE_TRANSFORMERS, DIFFUSERS, LLAMA_CPP, ONNXRUNTIME_GENAI, OPENVINO_GENAI, SCIKIT_LEARN, XGBOOST, LIGHTGBM,
     )
 )  # fmt: skip
 """Providers whose names of models are labels of metrics."""
