@@ -49,7 +49,7 @@ class _Process:
 
     def __init__(self) -> None:
         self.model = "model"
-        self.submitted: dict[int, Sequence] = {}
+        self.submitted: dict[int, SubmittedSequence] = {}
         self.running: dict[int, RunningRequest] = {}
 
 
@@ -58,7 +58,7 @@ LIBRARY = ModelLibrary(PROVIDER, lambda model: _process.model, events.OPERATION_
 _steps = SharedSteps(LIBRARY)
 
 
-class Sequence:
+class SubmittedSequence:
     """A sequence of a request in the process of the `LLM`. `owns_request`: the request was opened for it (offline)."""
 
     __slots__ = ("is_ended", "owns_request", "request")
@@ -120,7 +120,7 @@ def _submit_sequence(generation: Any, client_id: int) -> None:
     limit = getattr(generation.sampling_params, "max_tokens", 0) or 0
     request.record_submitted(PROVIDER, 1, len(generation.prompt_token_ids), limit)
     setattr(generation, IDS, propagation.inject(request, has_readers=False)[propagation.REQUEST_HEADER])
-    _process.submitted[client_id] = Sequence(request, owns_request)
+    _process.submitted[client_id] = SubmittedSequence(request, owns_request)
 
 
 instrumentor.patch_hot_path("tensorrt_llm.llmapi.llm:BaseLLM.__init__", reads=("model",), part=_REQUESTS)(
@@ -150,7 +150,7 @@ def _patch_result(original: Callable[..., Any], hook: Hook) -> Callable[..., Any
 )
 def _patch_response(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     def handle_response(self: Any, response: Any, *args: Any, **kwargs: Any) -> Any:
-        sequence: Sequence | None = self.__dict__.get(SEQUENCE)
+        sequence: SubmittedSequence | None = self.__dict__.get(SEQUENCE)
         if sequence is None or not hook.alive:
             return original(self, response, *args, **kwargs)
         try:
@@ -164,7 +164,7 @@ def _patch_response(original: Callable[..., Any], hook: Hook) -> Callable[..., A
     return handle_response
 
 
-def _note_response(result: Any, sequence: Sequence) -> None:
+def _note_response(result: Any, sequence: SubmittedSequence) -> None:
     output = result._outputs[0]
     if output.token_ids:
         sequence.request.record_token_reached()
