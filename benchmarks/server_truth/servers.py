@@ -101,6 +101,14 @@ SERVERS = {
         outer=("infer function",),
         concurrency=1,  # more would wait in Triton, which is another program: its own tracing records that
     ),
+    "sglang": TruthServer(
+        "SGLang on a CPU",
+        _module("sglang_app"),
+        ("tokenize", "queue", "prefill", "decode", "postprocess"),
+        path="/v1/completions",
+        body=b'{"model": "tiny", "prompt": "why is the sky blue?", "max_tokens": 5}',
+        library="sglang",
+    ),
     "ray": TruthServer("Ray Serve", _module("ray_app"), is_isolated=True),
 }
 """By name."""

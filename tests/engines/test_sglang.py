@@ -16,9 +16,11 @@ from typing import Any, NamedTuple
 import pytest
 
 from otel_infer import semconv
+from tests.instrumentation.sglang.releases import LIBRARY
 from tests.servers.receiving import spans_of
 from tests.servers.requests_sent import Answer, make_ids, send
 from tests.servers.serving import start_command, stop_module
+from tests.support import releases
 from tests.support.arrivals import counted
 from tests.support.otlp_receiver import OtlpReceiver
 from tests.support.served import Server
@@ -188,6 +190,33 @@ def test_a_retracted_request_is_preempted(tmp_path: Path, tiny_llama: Path) -> N
         assert [request[semconv.USAGE_OUTPUT_TOKENS] for request in requests] == [40] * RUNNING
 
 
+def test_a_stalled_step_is_one_of_exactly_its_members(tmp_path: Path, tiny_llama: Path) -> None:
+    stall = tmp_path / "stall"
+    stalling = {"DELAY": "batch", "DELAY_S": "0.5", "DELAY_FILE": str(stall)}
+    for served in serve(tiny_llama, tmp_path, **stalling):
+        before = served.ask(tokens=20)
+        stall.touch()  # the next decode batch removes it
+        answers = ask_together(served, RUNNING + 1, 20)
+        after = served.ask(tokens=20)
+        stalled = [longest_step(served.spans(answer)) for answer in answers]
+        others = [longest_step(served.spans(answer)) for answer in (before, after)]
+        assert not stall.exists() and max(others) < 400
+        members = [length for length in stalled if length >= 500]
+        assert len(members) == sizes_of_stalled_steps(served, answers)
+
+
+def longest_step(spans: list[dict[str, Any]]) -> float:
+    """Returns the length of the longest decode step, ms."""
+    return max((span["end"] - span["start"]) / 1e6 for span in spans if span["name"] == "decode step")
+
+
+def sizes_of_stalled_steps(served: Served, answers: list[Answer]) -> int:
+    """Returns the size of the batch that was stalled, as SGLang's step recorded it."""
+    steps = [span for answer in answers for span in served.spans(answer) if span["name"] == "decode step"]
+    longest = max(steps, key=lambda span: span["end"] - span["start"])
+    return int(longest["attributes"][semconv.BATCH_SIZE])
+
+
 def test_an_embedding_is_one_pass(tmp_path: Path, tiny_llama: Path) -> None:
     for served in serve(tiny_llama, tmp_path, "--is-embedding"):
         answer = served.ask(EMBED)
@@ -208,6 +237,10 @@ if __name__ == "__main__":
     engine.generate(["why?", "because"], {{"max_new_tokens": 4}})
     engine.shutdown()
 """
+
+
+def test_installed_hooks_bind_as_the_sources_predict() -> None:
+    assert releases.bound(LIBRARY) == releases.installed_binds(LIBRARY)
 
 
 def test_a_prompt_without_a_server_is_a_request(tmp_path: Path, tiny_llama: Path) -> None:

@@ -8,6 +8,7 @@ SGLang's own kernels.
 from __future__ import annotations
 
 import importlib.abc
+import os
 import sys
 from typing import Any
 
@@ -32,3 +33,7 @@ class _BeforeTorchvision(importlib.abc.MetaPathFinder):
 
 
 sys.meta_path.insert(0, _BeforeTorchvision())
+if os.environ.get("DELAY"):
+    import sglang_delays
+
+    sglang_delays.add_delay()
