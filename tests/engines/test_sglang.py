@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import importlib.util
 import json
 import os
 import subprocess
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from otel_infer import semconv
+from tests.engines.sglang_on_cpu.torchvision_operators import declare_operators
 from tests.instrumentation.sglang.releases import LIBRARY
 from tests.servers.receiving import spans_of
 from tests.servers.requests_sent import Answer, make_ids, send
@@ -26,7 +28,9 @@ from tests.support.otlp_receiver import OtlpReceiver
 from tests.support.served import Server
 from tests.support.trees import tree
 
-pytest.importorskip("sglang", reason="sglang is not installed")
+if importlib.util.find_spec("sglang") is None:  # its import needs the replacements
+    pytest.skip("sglang is not installed", allow_module_level=True)
+declare_operators()
 pytestmark = [pytest.mark.real, pytest.mark.timeout(400)]
 HERE, ROOT = Path(__file__).parent, Path(__file__).parents[2]
 ENVIRON = {
@@ -195,26 +199,20 @@ def test_a_stalled_step_is_one_of_exactly_its_members(tmp_path: Path, tiny_llama
     stalling = {"DELAY": "batch", "DELAY_S": "0.5", "DELAY_FILE": str(stall)}
     for served in serve(tiny_llama, tmp_path, **stalling):
         before = served.ask(tokens=20)
-        stall.touch()  # the next decode batch removes it
-        answers = ask_together(served, RUNNING + 1, 20)
+        stalls = threading.Timer(
+            0.4, stall.touch
+        )  # the next decode batch removes it: those that run are in the middle
+        stalls.start()
+        answers = ask_together(served, RUNNING + 1, 200)
         after = served.ask(tokens=20)
-        stalled = [longest_step(served.spans(answer)) for answer in answers]
-        others = [longest_step(served.spans(answer)) for answer in (before, after)]
-        assert not stall.exists() and max(others) < 400
-        members = [length for length in stalled if length >= 500]
-        assert len(members) == sizes_of_stalled_steps(served, answers)
+        lengths = sorted(longest_step(served.spans(answer)) for answer in (before, after, *answers))
+        assert not stall.exists() and lengths[-RUNNING] >= 500
+        assert lengths[-RUNNING - 1] < 400
 
 
 def longest_step(spans: list[dict[str, Any]]) -> float:
     """Returns the length of the longest decode step, ms."""
     return max((span["end"] - span["start"]) / 1e6 for span in spans if span["name"] == "decode step")
-
-
-def sizes_of_stalled_steps(served: Served, answers: list[Answer]) -> int:
-    """Returns the size of the batch that was stalled, as SGLang's step recorded it."""
-    steps = [span for answer in answers for span in served.spans(answer) if span["name"] == "decode step"]
-    longest = max(steps, key=lambda span: span["end"] - span["start"])
-    return int(longest["attributes"][semconv.BATCH_SIZE])
 
 
 def test_an_embedding_is_one_pass(tmp_path: Path, tiny_llama: Path) -> None:
@@ -239,7 +237,9 @@ if __name__ == "__main__":
 """
 
 
-def test_installed_hooks_bind_as_the_sources_predict() -> None:
+def test_installed_hooks_bind_as_the_sources_predict(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in ENVIRON.items():
+        monkeypatch.setenv(name, value)
     assert releases.bound(LIBRARY) == releases.installed_binds(LIBRARY)
 
 

@@ -7,6 +7,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from tests.engines.sglang_on_cpu.torchvision_operators import declare_operators
 from tests.support.tiny import make_model
 
 SHIMS = Path(__file__).parents[3] / "tests" / "engines" / "sglang_on_cpu"
@@ -18,6 +19,7 @@ OPTIONS = (
 if __name__ == "__main__":
     os.environ["SGLANG_USE_CPU_ENGINE"] = os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["PYTHONPATH"] = f"{SHIMS}{os.pathsep}{os.environ['PYTHONPATH']}"
+    declare_operators()
     model = make_model(Path(tempfile.mkdtemp()) / "tiny")
     options = ["--model-path", str(model), "--port", sys.argv[1], *OPTIONS.split()]
     os.execv(sys.executable, [sys.executable, "-m", "sglang.launch_server", *options])
