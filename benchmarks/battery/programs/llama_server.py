@@ -1,4 +1,7 @@
-"""llama-cpp-python's own server in a service of ours, whose other work has the mistakes. One thread computes."""
+"""llama-cpp-python's own server in a service of ours, whose other work has the mistakes. One thread computes.
+
+`interrupt_requests`, which is on by default, would end a stream at the next request.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ CONTEXT = 4096
 def main() -> None:
     mistakes = made.read_mistakes()
     model = ModelSettings(model=sys.argv[2], n_ctx=CONTEXT, n_threads=1, n_batch=512, verbose=False)
-    app = create_app(server_settings=ServerSettings(), model_settings=[model])
+    app = create_app(server_settings=ServerSettings(interrupt_requests=False), model_settings=[model])
 
     @app.get("/health")
     def check() -> dict[str, str]:
