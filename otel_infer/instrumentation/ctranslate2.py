@@ -14,8 +14,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from otel_infer.instrumentation.followed_streams import call_safely
 from otel_infer.instrumentation.generation_calls import Generation, begin_generation
+from otel_infer.instrumentation.hooks.guarded_calls import call_safely
 from otel_infer.instrumentation.hooks.instrumentor import Instrumentor
 from otel_infer.instrumentation.hooks.model_loading import LoadedNames
 from otel_infer.instrumentation.hooks.probe import Hook, WrapperFactory
@@ -32,6 +32,7 @@ _names = LoadedNames(PROVIDER)
 
 
 def read_place(model: Any) -> str:
+    """Returns the device of a model."""
     return str(model.device)
 
 

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from otel_infer import _clock
-from otel_infer.instrumentation.followed_streams import call_safely
 from otel_infer.instrumentation.hooks.engines import strip_model_path
+from otel_infer.instrumentation.hooks.guarded_calls import call_safely
 from otel_infer.instrumentation.hooks.instrumentor import Instrumentor
 from otel_infer.instrumentation.hooks.model_loading import wrap_loading
 from otel_infer.instrumentation.hooks.probe import Hook, WrapperFactory

@@ -6,10 +6,11 @@ it ends, raises, or is left before its end ─▶ work.end
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from typing import Any
 
-from otel_infer.instrumentation.hooks.probe import Hook, WrapperFactory
+from otel_infer.instrumentation.hooks.guarded_calls import call_safely
+from otel_infer.instrumentation.hooks.probe import Hook
 
 
 class StreamWork:
@@ -28,41 +29,27 @@ class StreamWork:
         """Ends the work. `exc`: what left the stream; `GeneratorExit` = its reader left it; None = it is exhausted."""
 
 
-def call_safely(hook: Hook, function: Callable[..., Any], *args: Any) -> Any:
-    """Returns what a function of ours returns; None if it raises. The user's call gets no exception of ours."""
-    try:
-        return function(*args)
-    except Exception as exc:
-        hook.mark_failed(exc)
-        return None
-
-
-def call_before(note: Callable[[Any, Any], Any]) -> WrapperFactory:
-    """Returns the hook of a method before which `note` is called, with the object and the method's first argument."""
-
-    def make_wrapper(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
-        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if hook.alive:
-                call_safely(hook, lambda: note(self, args[0] if args else next(iter(kwargs.values()))))
-            return original(self, *args, **kwargs)
-
-        return method
-
-    return make_wrapper
-
-
 def follow_stream(stream: Any, work: StreamWork, hook: Hook) -> Generator[Any, Any, Any]:
-    """Yields what the stream yields, and passes on what it is sent."""
-    sent = None
+    """Yields what the stream yields, and passes on what it is sent, and what is thrown into it."""
+    sent, thrown = None, None
     try:
         while True:
             entered = call_safely(hook, work.enter)
             try:
-                item = stream.send(sent) if sent is not None else next(stream)
+                if thrown is not None:
+                    item = stream.throw(thrown)
+                else:
+                    item = stream.send(sent) if sent is not None else next(stream)
             finally:
+                thrown = None
                 call_safely(hook, work.leave, entered)
             call_safely(hook, work.note_item, item)
-            sent = yield item
+            try:
+                sent = yield item
+            except GeneratorExit:
+                raise
+            except BaseException as exc:
+                thrown = exc
     except StopIteration as stop:
         call_safely(hook, work.end, None)
         return stop.value

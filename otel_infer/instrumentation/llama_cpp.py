@@ -17,9 +17,10 @@ from typing import Any
 
 from otel_infer import _clock
 from otel_infer.instrumentation import model_calls
-from otel_infer.instrumentation.followed_streams import StreamWork, call_safely, follow_stream
+from otel_infer.instrumentation.followed_streams import StreamWork, follow_stream
 from otel_infer.instrumentation.generation_calls import Generation, begin_generation
 from otel_infer.instrumentation.hooks.engines import read_file_name
+from otel_infer.instrumentation.hooks.guarded_calls import call_safely
 from otel_infer.instrumentation.hooks.instrumentor import Instrumentor
 from otel_infer.instrumentation.hooks.model_loading import wrap_loading
 from otel_infer.instrumentation.hooks.probe import Hook

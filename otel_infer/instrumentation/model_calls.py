@@ -122,12 +122,16 @@ def record_place(request: request_span.RequestSpan, library: ModelLibrary, model
         request.record_attribute(events.EXECUTION_PROVIDER, place)
 
 
-def wrap_call(library: ModelLibrary, count_rows: Rows) -> WrapperFactory:
-    """Returns a factory for a method of a model that returns when its result is computed."""
+def wrap_call(library: ModelLibrary | Callable[[Any], ModelLibrary], count_rows: Rows) -> WrapperFactory:
+    """Returns a factory for a method of a model that returns when its result is computed.
+
+    `library`: of the method's models, or a function that returns the library of a model.
+    """
 
     def make_wrapper(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
         def call_model(self: Any, *args: Any, **kwargs: Any) -> Any:
-            call = begin_call(library, self, hook)
+            found = library if isinstance(library, ModelLibrary) else library(self)
+            call = begin_call(found, self, hook)
             if call is None:
                 return original(self, *args, **kwargs)
             failure: BaseException | None = None
@@ -137,7 +141,7 @@ def wrap_call(library: ModelLibrary, count_rows: Rows) -> WrapperFactory:
                 failure = exc
                 raise
             finally:
-                end_call(call, hook, count_rows, args, kwargs, failure, not library.has_stages)
+                end_call(call, hook, count_rows, args, kwargs, failure, not found.has_stages)
                 del failure  # breaks the reference cycle with its traceback
 
         return call_model

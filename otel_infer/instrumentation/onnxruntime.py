@@ -13,6 +13,7 @@ from typing import Any
 
 from otel_infer import _clock
 from otel_infer.instrumentation.hooks.engines import read_file_name
+from otel_infer.instrumentation.hooks.guarded_calls import call_safely
 from otel_infer.instrumentation.hooks.instrumentor import Instrumentor
 from otel_infer.instrumentation.hooks.model_loading import wrap_loading
 from otel_infer.instrumentation.hooks.probe import Hook, WrapperFactory
@@ -67,20 +68,14 @@ def _patch_run_async(original: Callable[..., Any], hook: Hook) -> Callable[..., 
             return original(self, output_names, input_feed, callback, user_data, *args, **kwargs)
         rows = count_rows((input_feed,), {})
 
-        def end_run(failure: BaseException | None) -> None:
-            try:
-                call.end(rows, failure)
-            except BaseException as exc:
-                hook.mark_failed(exc)
-
         def end_and_call(results: Any, data: Any, error: str) -> Any:
-            end_run(RuntimeError() if error else None)
+            call_safely(hook, call.end, rows, RuntimeError() if error else None)
             return callback(results, data, error)
 
         try:
             return original(self, output_names, input_feed, end_and_call, user_data, *args, **kwargs)
         except BaseException as exc:
-            end_run(exc)
+            call_safely(hook, call.end, rows, exc)
             raise
         finally:
             call.leave()

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from typing import Any
 
 from otel_infer import _clock
-from otel_infer.instrumentation.followed_streams import call_safely
 from otel_infer.instrumentation.generation_calls import Generation, SharedSteps, begin_generation
+from otel_infer.instrumentation.hooks.guarded_calls import call_safely
 from otel_infer.instrumentation.hooks.instrumentor import Instrumentor
 from otel_infer.instrumentation.hooks.model_loading import LoadedNames
 from otel_infer.instrumentation.hooks.probe import Hook

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from otel_infer import _clock
+from otel_infer.instrumentation.hooks.guarded_calls import call_safely
 from otel_infer.instrumentation.hooks.instrumentor import Instrumentor
 from otel_infer.instrumentation.hooks.model_loading import wrap_loading
 from otel_infer.instrumentation.hooks.probe import Hook
@@ -71,19 +72,8 @@ def _start_call(owner: Any, request: Any, key: Any, inputs: Any, hook: Hook) -> 
     if call is None:
         return None
     call.leave()
-    try:
-        _get_started(owner).add(key, call, count_rows((inputs,), {}))
-    except BaseException as exc:
-        hook.mark_failed(exc)
+    call_safely(hook, lambda: _get_started(owner).add(key, call, count_rows((inputs,), {})))
     return call
-
-
-def _end_calls(end: Callable[..., None], hook: Hook, *key: Any) -> None:
-    """Ends calls by a method of `StartedCalls`. The user's call gets no exception of ours."""
-    try:
-        end(*key)
-    except BaseException as exc:
-        hook.mark_failed(exc)
 
 
 # ── one request ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -97,7 +87,7 @@ def _patch_start(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]
             return original(self, inputs, *args, **kwargs)
         except BaseException as exc:
             if call is not None:
-                _end_calls(_get_started(self).end_one, hook, None, exc)
+                call_safely(hook, _get_started(self).end_one, None, exc)
             raise
 
     return start_async
@@ -108,10 +98,10 @@ def _patch_wait(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
         try:
             result = original(self, *args, **kwargs)
         except BaseException as exc:
-            _end_calls(_get_started(self).end_one, hook, None, exc)
+            call_safely(hook, _get_started(self).end_one, None, exc)
             raise
         if result is not False:  # `wait_for` returns it before the end
-            _end_calls(_get_started(self).end_one, hook, None)
+            call_safely(hook, _get_started(self).end_one, None)
         return result
 
     return wait
@@ -127,7 +117,7 @@ def _patch_callback(original: Callable[..., Any], hook: Hook) -> Callable[..., A
         started = _get_started(self)  # the callback must not keep the request alive
 
         def end_and_call(data: Any) -> Any:
-            _end_calls(started.end_one, hook, None)
+            call_safely(hook, started.end_one, None)
             return callback(data)
 
         return original(self, end_and_call, userdata)
@@ -154,7 +144,7 @@ def _patch_queue_start(original: Callable[..., Any], hook: Hook) -> Callable[...
             return original(self, inputs, userdata, *args, **kwargs)
         except BaseException as exc:
             if call is not None:
-                _end_calls(_get_started(self).end_one, hook, userdata, exc)
+                call_safely(hook, _get_started(self).end_one, userdata, exc)
             raise
 
     return start_async
@@ -166,7 +156,7 @@ def _patch_queue_callback(original: Callable[..., Any], hook: Hook) -> Callable[
         started = _get_started(self)
 
         def end_and_call(request: Any, userdata: Any) -> Any:
-            _end_calls(started.end_one, hook, userdata)
+            call_safely(hook, started.end_one, userdata)
             return callback(request, userdata)
 
         return original(self, end_and_call)
@@ -180,6 +170,6 @@ def _patch_wait_all(original: Callable[..., Any], hook: Hook) -> Callable[..., A
         try:
             return original(self, *args, **kwargs)
         finally:
-            _end_calls(_get_started(self).end_all, hook)
+            call_safely(hook, _get_started(self).end_all)
 
     return wait_all

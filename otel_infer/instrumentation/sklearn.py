@@ -15,7 +15,7 @@ from otel_infer.instrumentation.hooks.instrumentor import Instrumentor
 from otel_infer.instrumentation.hooks.probe import Hook
 from otel_infer.instrumentation.hooks.subclass_methods import SubclassMethods
 from otel_infer.instrumentation.hooks.suppression import suppress_torch
-from otel_infer.instrumentation.model_calls import ModelLibrary, begin_call, end_call
+from otel_infer.instrumentation.model_calls import ModelLibrary, wrap_call
 from otel_infer.ringbuffer import events
 
 _REQUESTER = "sklearn.utils._metadata_requests:_MetadataRequester"
@@ -50,24 +50,7 @@ def _find_library(model: Any) -> ModelLibrary:
     return LIBRARIES.get(type(model).__module__.partition(".")[0], LIBRARIES["sklearn"])
 
 
-def _wrap_predict(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
-    def predict(self: Any, *args: Any, **kwargs: Any) -> Any:
-        call = begin_call(_find_library(self), self, hook)
-        if call is None:
-            return original(self, *args, **kwargs)
-        failure: BaseException | None = None
-        try:
-            return original(self, *args, **kwargs)
-        except BaseException as exc:
-            failure = exc
-            raise
-        finally:
-            end_call(call, hook, count_rows, args, kwargs, failure)
-            del failure  # breaks the reference cycle with its traceback
-
-    return predict
-
-
+_wrap_predict = wrap_call(_find_library, count_rows)
 _methods = SubclassMethods({"predict": _wrap_predict, "predict_proba": _wrap_predict, "fit": suppress_torch})
 
 

@@ -14,9 +14,9 @@ from collections.abc import Callable
 from typing import Any
 
 from otel_infer import _clock
-from otel_infer.instrumentation.followed_streams import call_before, call_safely
 from otel_infer.instrumentation.generation_calls import SharedSteps
 from otel_infer.instrumentation.hooks.engines import strip_model_path
+from otel_infer.instrumentation.hooks.guarded_calls import call_before, call_safely
 from otel_infer.instrumentation.hooks.instrumentor import Instrumentor
 from otel_infer.instrumentation.hooks.probe import Hook
 from otel_infer.instrumentation.model_calls import ModelLibrary, open_request

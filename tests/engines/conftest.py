@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import Any, Protocol
 
 import pytest
 
 from otel_infer.assembly.records.request import RequestRecord
+from otel_infer.instrumentation.hooks.instrumentor import Instrumentor
 from otel_infer.tracing import start
 from otel_infer.tracing.context import detach
 from tests.support.otlp_receiver import OtlpReceiver
@@ -40,6 +42,26 @@ def serve() -> Serve:
             opened.close()
 
     return request
+
+
+@contextmanager
+def install(*instrumentors: Instrumentor) -> Iterator[None]:
+    """Installs hooks, which must fit the library that is here, until the block ends."""
+    for instrumentor in instrumentors:
+        instrumentor.install()
+    states = {instrumentor.name: instrumentor.status.state for instrumentor in instrumentors}
+    assert set(states.values()) == {"active"}, [instrumentor.status.drift for instrumentor in instrumentors]
+    yield
+    for instrumentor in reversed(instrumentors):
+        instrumentor.remove()
+
+
+@pytest.fixture(scope="session")
+def gguf_path(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path) -> Path:
+    """Returns the file of a tiny Llama for llama.cpp and OpenVINO GenAI."""
+    from tests.engines.gguf_models import make_gguf
+
+    return make_gguf(tmp_path_factory.mktemp("models") / "tiny-llama.gguf", tiny_llama)
 
 
 def describe(record: RequestRecord) -> tuple[str, str, str]:

@@ -13,7 +13,7 @@ from otel_infer import semconv
 from otel_infer.instrumentation import ctranslate2 as hooks
 from otel_infer.ringbuffer import events
 from otel_infer.ringbuffer.recorder import recorder
-from tests.engines.conftest import Serve, describe
+from tests.engines.conftest import Serve, describe, install
 from tests.support.rings import Recording, stages_of
 
 ctranslate2 = pytest.importorskip("ctranslate2", reason="ctranslate2 is not installed")
@@ -22,10 +22,8 @@ PROMPT = ["<s>", "a", "b", "c"]
 
 @pytest.fixture(autouse=True)
 def installed() -> Iterator[None]:
-    hooks.instrumentor.install()
-    assert hooks.instrumentor.status.state == "active", hooks.instrumentor.status.drift
-    yield
-    hooks.instrumentor.remove()
+    with install(hooks.instrumentor):
+        yield
 
 
 @pytest.fixture(scope="session")

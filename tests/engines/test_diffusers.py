@@ -11,7 +11,7 @@ from otel_infer import semconv
 from otel_infer.instrumentation import diffusers as hooks
 from otel_infer.instrumentation.torch import forward as torch_hooks
 from otel_infer.ringbuffer import events
-from tests.engines.conftest import Serve, describe
+from tests.engines.conftest import Serve, describe, install
 from tests.support.rings import Recording, stages_of
 
 diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed")
@@ -23,12 +23,8 @@ def installed() -> Iterator[None]:
     import diffusers.pipelines.pipeline_utils
 
     assert diffusers.pipelines.pipeline_utils
-    for instrumentor in INSTRUMENTORS:
-        instrumentor.install()
-    assert hooks.instrumentor.status.state == "active", hooks.instrumentor.status.drift
-    yield
-    for instrumentor in reversed(INSTRUMENTORS):
-        instrumentor.remove()
+    with install(*INSTRUMENTORS):
+        yield
 
 
 def make_unet(**settings: Any) -> Any:

@@ -12,7 +12,7 @@ from otel_infer import semconv
 from otel_infer.instrumentation import ctranslate2 as ctranslate2_hooks
 from otel_infer.instrumentation import faster_whisper as hooks
 from otel_infer.ringbuffer import events
-from tests.engines.conftest import Serve, describe
+from tests.engines.conftest import Serve, describe, install
 from tests.engines.whisper_models import make_audio, make_whisper
 from tests.support.rings import Recording, stages_of
 
@@ -24,12 +24,8 @@ SECONDS = 70
 
 @pytest.fixture(autouse=True)
 def installed() -> Iterator[None]:
-    for instrumentor in INSTRUMENTORS:
-        instrumentor.install()
-    assert hooks.instrumentor.status.state == "active", hooks.instrumentor.status.drift
-    yield
-    for instrumentor in reversed(INSTRUMENTORS):
-        instrumentor.remove()
+    with install(*INSTRUMENTORS):
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,7 @@ from otel_infer import semconv
 from otel_infer.instrumentation import llama_cpp as hooks
 from otel_infer.ringbuffer import events
 from otel_infer.ringbuffer.recorder import recorder
-from tests.engines.conftest import Serve, describe
+from tests.engines.conftest import Serve, describe, install
 from tests.support.rings import Recording, stages_of
 
 llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
@@ -23,26 +23,17 @@ PROMPT = "why is the sky blue? because of the air in between us and the sun. " *
 
 @pytest.fixture(autouse=True)
 def installed() -> Iterator[None]:
-    hooks.instrumentor.install()
-    assert hooks.instrumentor.status.state == "active", hooks.instrumentor.status.drift
-    yield
-    hooks.instrumentor.remove()
+    with install(hooks.instrumentor):
+        yield
 
 
-@pytest.fixture(scope="session")
-def path(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path) -> Path:
-    from tests.engines.gguf_models import make_gguf
-
-    return make_gguf(tmp_path_factory.mktemp("models") / "tiny-llama.gguf", tiny_llama)
-
-
-def load(path: Path, **settings: Any) -> Any:
-    return llama_cpp.Llama(str(path), n_ctx=256, n_batch=32, n_threads=1, verbose=False, **settings)
+def load(gguf_path: Path, **settings: Any) -> Any:
+    return llama_cpp.Llama(str(gguf_path), n_ctx=256, n_batch=32, n_threads=1, verbose=False, **settings)
 
 
 @pytest.fixture
-def llama(path: Path) -> Any:
-    return load(path)
+def llama(gguf_path: Path) -> Any:
+    return load(gguf_path)
 
 
 def tokens_of(record: Any) -> tuple[int, int]:
@@ -123,14 +114,14 @@ def test_a_known_prefix_is_not_computed_again(llama: Any, recording: Recording) 
     assert computed == second.input_tokens - second.cached_tokens < 20
 
 
-def test_drafted_tokens_come_several_in_a_step(path: Path, recording: Recording) -> None:
+def test_drafted_tokens_come_several_in_a_step(gguf_path: Path, recording: Recording) -> None:
     from llama_cpp.llama_speculative import LlamaDraftModel
 
     class Guess(LlamaDraftModel):  # type: ignore[misc]
         def __call__(self, input_ids: Any, /, **kwargs: Any) -> Any:
             return np.repeat(input_ids[-1], 3)
 
-    llama = load(path, draft_model=Guess(), logits_all=True)
+    llama = load(gguf_path, draft_model=Guess(), logits_all=True)
     usage = llama.create_completion(PROMPT, max_tokens=12, temperature=0)["usage"]
     (record,) = recording.records()
     assert record.output_tokens == usage["completion_tokens"] == 12
@@ -138,8 +129,8 @@ def test_drafted_tokens_come_several_in_a_step(path: Path, recording: Recording)
     assert len(record.steps) + record.accepted_tokens == 12
 
 
-def test_embeddings_are_one_stage(path: Path, recording: Recording, serve: Serve) -> None:
-    llama = load(path, embedding=True)
+def test_embeddings_are_one_stage(gguf_path: Path, recording: Recording, serve: Serve) -> None:
+    llama = load(gguf_path, embedding=True)
     with serve():
         llama.create_embedding(["why", "is the sky", "blue"])
     (record,) = recording.records()
@@ -166,8 +157,8 @@ def test_a_failed_pass_keeps_its_exception(
     assert (record.outcome, record.error_type) == (events.ERROR, "RuntimeError")
 
 
-def test_the_load_of_a_model_is_a_phase_of_the_start(path: Path, recording: Recording) -> None:
+def test_the_load_of_a_model_is_a_phase_of_the_start(gguf_path: Path, recording: Recording) -> None:
     recorder.ensure_rings()
-    load(path)
+    load(gguf_path)
     (phase,) = [event for event in recording.events() if type(event) is events.PhaseEnded]
     assert phase[2:] == ("weights", "llama-cpp-python", "tiny-llama", "")

@@ -14,7 +14,7 @@ from otel_infer import semconv
 from otel_infer.instrumentation import onnxruntime as hooks
 from otel_infer.ringbuffer import events
 from otel_infer.ringbuffer.recorder import recorder
-from tests.engines.conftest import Serve, describe
+from tests.engines.conftest import Serve, describe, install
 from tests.engines.onnx_models import make_classifier, make_rows
 from tests.support.rings import Recording, stages_of
 
@@ -23,10 +23,8 @@ ort = pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
 
 @pytest.fixture(autouse=True)
 def installed() -> Iterator[None]:
-    hooks.instrumentor.install()
-    assert hooks.instrumentor.status.state == "active", hooks.instrumentor.status.drift
-    yield
-    hooks.instrumentor.remove()
+    with install(hooks.instrumentor):
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import pytest
 from otel_infer.instrumentation import onnxruntime_genai as hooks
 from otel_infer.ringbuffer import events
 from otel_infer.ringbuffer.recorder import recorder
-from tests.engines.conftest import Serve, describe
+from tests.engines.conftest import Serve, describe, install
 from tests.engines.genai_models import make_genai
 from tests.support.rings import Recording, stages_of
 
@@ -21,10 +21,8 @@ PROMPT = "why is the sky blue? "
 
 @pytest.fixture(autouse=True)
 def installed() -> Iterator[None]:
-    hooks.instrumentor.install()
-    assert hooks.instrumentor.status.state == "active", hooks.instrumentor.status.drift
-    yield
-    hooks.instrumentor.remove()
+    with install(hooks.instrumentor):
+        yield
 
 
 @pytest.fixture(scope="session")

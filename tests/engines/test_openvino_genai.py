@@ -11,7 +11,7 @@ import pytest
 from otel_infer.instrumentation import openvino_genai as hooks
 from otel_infer.ringbuffer import events
 from otel_infer.ringbuffer.recorder import recorder
-from tests.engines.conftest import Serve, describe
+from tests.engines.conftest import Serve, describe, install
 from tests.support.rings import Recording, stages_of
 
 genai = pytest.importorskip("openvino_genai", reason="openvino-genai is not installed")
@@ -20,29 +20,20 @@ PROMPT = "why is the sky blue? "
 
 @pytest.fixture(autouse=True)
 def installed() -> Iterator[None]:
-    hooks.instrumentor.install()
-    assert hooks.instrumentor.status.state == "active", hooks.instrumentor.status.drift
-    yield
-    hooks.instrumentor.remove()
-
-
-@pytest.fixture(scope="session")
-def path(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path) -> Path:
-    from tests.engines.gguf_models import make_gguf
-
-    return make_gguf(tmp_path_factory.mktemp("models") / "tiny-llama.gguf", tiny_llama)
+    with install(hooks.instrumentor):
+        yield
 
 
 @pytest.fixture
-def pipeline(path: Path) -> Any:
-    return genai.LLMPipeline(str(path), "CPU")
+def pipeline(gguf_path: Path) -> Any:
+    return genai.LLMPipeline(str(gguf_path), "CPU")
 
 
 @pytest.fixture
-def batching(path: Path) -> Any:
+def batching(gguf_path: Path) -> Any:
     settings = genai.SchedulerConfig()
     settings.cache_size = 1
-    return genai.ContinuousBatchingPipeline(str(path), settings, "CPU")
+    return genai.ContinuousBatchingPipeline(str(gguf_path), settings, "CPU")
 
 
 def make_settings(tokens: int) -> Any:
@@ -122,8 +113,8 @@ def test_a_failed_call_keeps_its_exception(pipeline: Any, recording: Recording) 
     assert (record.outcome, record.error_type) == (events.ERROR, type(raised.value).__qualname__)
 
 
-def test_the_load_of_a_model_is_a_phase_of_the_start(path: Path, recording: Recording) -> None:
+def test_the_load_of_a_model_is_a_phase_of_the_start(gguf_path: Path, recording: Recording) -> None:
     recorder.ensure_rings()
-    genai.LLMPipeline(str(path), "CPU")
+    genai.LLMPipeline(str(gguf_path), "CPU")
     (phase,) = [event for event in recording.events() if type(event) is events.PhaseEnded]
     assert phase[2:] == ("weights", "openvino-genai", "tiny-llama", "")

@@ -13,7 +13,7 @@ from otel_infer.instrumentation import sentence_transformers as hooks
 from otel_infer.instrumentation import transformers as transformers_hooks
 from otel_infer.instrumentation.torch import forward as torch_hooks
 from otel_infer.ringbuffer import events
-from tests.engines.conftest import Serve, describe
+from tests.engines.conftest import Serve, describe, install
 from tests.support.rings import Recording, stages_of
 
 library = pytest.importorskip("sentence_transformers", reason="sentence-transformers is not installed")
@@ -24,12 +24,8 @@ INSTRUMENTORS = torch_hooks.instrumentor, transformers_hooks.instrumentor, hooks
 
 @pytest.fixture(autouse=True)
 def installed() -> Iterator[None]:
-    for instrumentor in INSTRUMENTORS:
-        instrumentor.install()
-    assert hooks.instrumentor.status.state == "active", hooks.instrumentor.status.drift
-    yield
-    for instrumentor in reversed(INSTRUMENTORS):
-        instrumentor.remove()
+    with install(*INSTRUMENTORS):
+        yield
 
 
 @pytest.fixture

@@ -51,7 +51,7 @@ class Library:
     instrumentor: Instrumentor
     releases: tuple[str, ...]
     relies: Mapping[str, tuple[str, ...]]
-    obtain: Callable[[str, str, Path], Path | None]
+    obtain: Callable[[Library, str, Path], Path | None]
     shortened: Mapping[str, str]
 
     @property
@@ -74,16 +74,20 @@ class Library:
         """Returns a reader of the modules of a downloaded release."""
         if path.suffix == ".whl":
             return of_wheel(path)
-        return of_sdist(
-            path, {hook.module for hook in self.hooks} | {target.partition(":")[0] for target in self.relies}
-        )
+        return of_sdist(path, self.modules)
+
+    @property
+    def modules(self) -> set[str]:
+        """Returns the modules with hooks, or with attributes that hooks read."""
+        return {hook.module for hook in self.hooks} | {target.partition(":")[0] for target in self.relies}
 
 
 # ── sources ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def wheel(name: str, release: str, folder: Path) -> Path | None:
+def wheel(library: Library, release: str, folder: Path) -> Path | None:
     """Returns the pure wheel of this release, downloaded if missing in `folder`; None without a package index."""
+    name = library.name
     path = folder / f"{name}-{release}-py3-none-any.whl"
     if not path.exists():
         command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:"]
@@ -95,8 +99,9 @@ def wheel(name: str, release: str, folder: Path) -> Path | None:
     return path if path.exists() else None
 
 
-def sdist(name: str, release: str, folder: Path) -> Path | None:
+def sdist(library: Library, release: str, folder: Path) -> Path | None:
     """Returns the source distribution, downloaded from the index directly, because pip would build it."""
+    name = library.name
     path = folder / f"{name}-{release}.tar.gz"
     if not path.exists():
         try:
@@ -141,13 +146,16 @@ class _RemoteFile(io.RawIOBase):
         return len(content)
 
 
-def part_of_wheel(name: str, release: str, folder: Path, modules: Iterable[str]) -> Path | None:
-    """Returns an archive of these modules of a wheel for Linux, whose other files, compiled ones, are not downloaded."""
+def part_of_wheel(library: Library, release: str, folder: Path) -> Path | None:
+    """Returns an archive of the modules with hooks of a wheel for Linux, whose other files, compiled ones, are not downloaded."""
+    name = library.name
     path = folder / f"{name}-{release}.part.whl"
     if path.exists():
         return path
     begin, end = f"{name.replace('-', '_')}-{release}-", "_x86_64.whl"
-    files = {f"{module.replace('.', '/')}{end}" for module in modules for end in (".py", "/__init__.py")}
+    files = {
+        f"{module.replace('.', '/')}{end}" for module in library.modules for end in (".py", "/__init__.py")
+    }
     try:
         urls = [
             url for file, (url, _) in _files(name).items() if file.startswith(begin) and file.endswith(end)
@@ -244,7 +252,7 @@ def changed(name: str, folder: str, before: str, after: str, into: Path) -> Path
 def sources(library: Library, folder: Path, releases: Iterable[str]) -> dict[str, Read]:
     """Returns readers by release, for the releases that could be obtained."""
     folder.mkdir(parents=True, exist_ok=True)
-    files = {release: library.obtain(library.name, release, folder) for release in releases}
+    files = {release: library.obtain(library, release, folder) for release in releases}
     return {release: library.read(path) for release, path in files.items() if path is not None}
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from otel_infer import _clock
 from otel_infer.instrumentation.hooks.engines import read_file_name
+from otel_infer.instrumentation.hooks.guarded_calls import call_safely
 from otel_infer.instrumentation.hooks.probe import Hook, WrapperFactory
 from otel_infer.ringbuffer import events
 from otel_infer.ringbuffer.recorder import recorder
@@ -116,7 +117,8 @@ class LoadedNames:
         def init(self_: Any, path: Any, *args: Any, **kwargs: Any) -> None:
             original(self_, path, *args, **kwargs)
             if hook.alive and isinstance(path, (str, os.PathLike)):
-                self._note(self_, read_file_name(str(path).rstrip("/")), hook)
+                name = read_file_name(str(path).rstrip("/"))
+                call_safely(hook, lambda: self._names.__setitem__(self_, name))
 
         init.__name__ = "__init__"
         return wrap_loading(self._engine, self.read_name)(init, hook)
@@ -127,12 +129,6 @@ class LoadedNames:
         def init(self_: Any, model: Any, *args: Any, **kwargs: Any) -> None:
             original(self_, model, *args, **kwargs)
             if hook.alive:
-                self._note(self_, self._names.get(model, ""), hook)
+                call_safely(hook, self.copy_name, self_, model)
 
         return init
-
-    def _note(self, owner: Any, name: str, hook: Hook) -> None:
-        try:
-            self._names[owner] = name
-        except Exception as exc:
-            hook.mark_failed(exc)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from otel_infer import _clock
-from otel_infer.instrumentation.followed_streams import call_safely
+from otel_infer.instrumentation.hooks.guarded_calls import call_safely
 from otel_infer.instrumentation.hooks.probe import Hook
 from otel_infer.instrumentation.sglang._instrumentor import IDS, STATE, STATS, STEPS, instrumentor
 from otel_infer.instrumentation.sglang.scheduler_steps import ScheduledRequest, SglangSteps

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from otel_infer import _clock
 from otel_infer.instrumentation.hooks.engines import KvBlockSizeRecorder
-from otel_infer.instrumentation.sglang._instrumentor import ENGINE
+from otel_infer.instrumentation.sglang._instrumentor import ENGINE, STATE
 from otel_infer.ringbuffer import events
 from otel_infer.ringbuffer.batch_writer import BatchWriter
 from otel_infer.ringbuffer.recorder import recorder
@@ -114,7 +114,7 @@ class SglangSteps:
 
     def _record_prefixes(self, batch: Any) -> None:
         for req, cached in zip(batch.reqs, batch.prefix_lens or ()):
-            scheduled = req.time_stats.__dict__.get("otel_infer_state")
+            scheduled = req.time_stats.__dict__.get(STATE)
             if scheduled is not None and not req.output_ids:
                 scheduled.record_prefix(cached)
 

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from typing import Any
 
 from otel_infer import _clock
-from otel_infer.instrumentation.followed_streams import call_safely
 from otel_infer.instrumentation.hooks.engines import strip_model_path
+from otel_infer.instrumentation.hooks.guarded_calls import call_safely
 from otel_infer.instrumentation.hooks.probe import Hook, WrapperFactory
 from otel_infer.instrumentation.hooks.target import check_is_coroutine
 from otel_infer.instrumentation.sglang._instrumentor import ENGINE, IDS, REQUESTS, STATE, STATS, instrumentor

@@ -229,8 +229,7 @@ def patch_train(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
         try:
             if mode:
                 for part in (self, *self._modules.values()):
-                    _outermost_modules.pop(id(part), None)
-                    _model_names.pop(id(part), None)
+                    _unwatch(id(part))
             else:
                 watch_module(self)
         except BaseException as exc:
@@ -253,7 +252,7 @@ def _patch_setstate(original: Callable[..., Any], hook: Hook) -> Callable[..., A
             try:
                 if self._modules and _outermost_modules:
                     for inner in self.modules():
-                        _outermost_modules.pop(id(inner), None)
+                        _unwatch(id(inner))
                 if self.__dict__.get("training") is False:
                     watch_module(self)
             except BaseException as exc:
@@ -307,9 +306,8 @@ def _watch_one(module: Any) -> bool:
     ):
         return False
     if kind.__module__.startswith(_LAYER_MODULES) and (not module._modules or kind.__bases__ == (object,)):
-        return (
-            False  # a single layer (a frozen BatchNorm), or `nn.Module` itself, the base class of all modules
-        )
+        # a single layer (a frozen BatchNorm), or `nn.Module` itself, the base class of all modules
+        return False
     if not _patch_class(kind):
         return False
     _outermost_modules[module_id] = weakref.ref(module, lambda ref: _forget_module(module_id, ref))
@@ -318,9 +316,14 @@ def _watch_one(module: Any) -> bool:
 
 def _forget_module(module_id: int, ref: weakref.ref[Any]) -> None:
     if _outermost_modules.get(module_id) is ref:
-        del _outermost_modules[module_id]
-        _model_names.pop(module_id, None)
-        _wholes.pop(module_id, None)
+        _unwatch(module_id)
+
+
+def _unwatch(module_id: int) -> None:
+    """Removes what is known of a module. A later one may get its id."""
+    _outermost_modules.pop(module_id, None)
+    _model_names.pop(module_id, None)
+    _wholes.pop(module_id, None)
 
 
 def _patch_class(kind: type) -> bool:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from otel_infer.instrumentation.hooks.engines import read_file_name
+from otel_infer.instrumentation.hooks.guarded_calls import call_safely
 from otel_infer.instrumentation.hooks.probe import Hook, WrapperFactory
 from otel_infer.instrumentation.model_calls import ModelLibrary, count_rows, wrap_call
 from otel_infer.instrumentation.torch.forward import PROVIDER, instrumentor, watch_module
@@ -29,12 +30,9 @@ def _read_package_name(package: Any) -> str:
     return _package_names.get(package) or type(package).__name__
 
 
-def _watch_safely(module: Any, hook: Hook) -> None:
-    try:
-        if hasattr(module, "_modules"):
-            watch_module(module)
-    except Exception as exc:
-        hook.mark_failed(exc)
+def _watch_loaded(module: Any) -> None:
+    if hasattr(module, "_modules"):
+        watch_module(module)
 
 
 def _patch_method(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
@@ -43,7 +41,7 @@ def _patch_method(original: Callable[..., Any], hook: Hook) -> Callable[..., Any
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)
         if hook.alive:
-            _watch_safely(self, hook)
+            call_safely(hook, _watch_loaded, self)
         return result
 
     return method
@@ -55,7 +53,7 @@ def _patch_maker(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]
     def make(*args: Any, **kwargs: Any) -> Any:
         module = original(*args, **kwargs)
         if hook.alive:
-            _watch_safely(module, hook)
+            call_safely(hook, _watch_loaded, module)
         return module
 
     return make
@@ -65,10 +63,7 @@ def _patch_load_package(original: Callable[..., Any], hook: Hook) -> Callable[..
     def load_package(path: Any, *args: Any, **kwargs: Any) -> Any:
         package = original(path, *args, **kwargs)
         if hook.alive and isinstance(path, str):
-            try:
-                _package_names[package] = read_file_name(path)
-            except Exception as exc:
-                hook.mark_failed(exc)
+            call_safely(hook, lambda: _package_names.__setitem__(package, read_file_name(path)))
         return package
 
     return load_package

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from otel_infer.instrumentation.lmdeploy import instrumentor
 from tests.support.releases import Library, part_of_wheel
 
@@ -18,11 +16,4 @@ RELIES: dict[str, tuple[str, ...]] = {
     "lmdeploy.pytorch.model_inputs:ModelInputs": ("is_decoding",),
 }  # fmt: skip
 
-
-def obtain(name: str, release: str, folder: Path) -> Path | None:
-    """Downloads the modules with hooks."""
-    modules = {hook.module for hook in LIBRARY.hooks} | {target.partition(":")[0] for target in RELIES}
-    return part_of_wheel(name, release, folder, modules)
-
-
-LIBRARY = Library("lmdeploy", instrumentor, RELEASES, RELIES, obtain, {"lmdeploy.": ""})
+LIBRARY = Library("lmdeploy", instrumentor, RELEASES, RELIES, part_of_wheel, {"lmdeploy.": ""})

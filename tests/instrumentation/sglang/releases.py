@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from otel_infer.instrumentation.sglang import instrumentor
 from tests.support.releases import Library, part_of_wheel
 
@@ -27,11 +25,4 @@ RELIES: dict[str, tuple[str, ...]] = {
     ),
 }  # fmt: skip
 
-
-def obtain(name: str, release: str, folder: Path) -> Path | None:
-    """Downloads the modules with hooks."""
-    modules = {hook.module for hook in LIBRARY.hooks} | {target.partition(":")[0] for target in RELIES}
-    return part_of_wheel(name, release, folder, modules)
-
-
-LIBRARY = Library("sglang", instrumentor, RELEASES, RELIES, obtain, {"sglang.srt.": ""})
+LIBRARY = Library("sglang", instrumentor, RELEASES, RELIES, part_of_wheel, {"sglang.srt.": ""})

@@ -111,6 +111,15 @@ def test_a_model_in_training_is_not_traced(recording: Recording) -> None:
     assert rows(recording) == []
 
 
+def test_nothing_is_kept_of_a_model_that_was_trained_after_it_served() -> None:
+    """A later module may get the id of one of its parts, and must not get its name."""
+    net = Net().eval()
+    assert id(net.first) in forward_hooks._wholes
+    ids = {id(net), id(net.first), id(net.second)}
+    net.train()
+    assert ids.isdisjoint(forward_hooks._wholes) and ids.isdisjoint(forward_hooks._outermost_modules)
+
+
 def test_frozen_layers_of_model_in_training_are_not_models(recording: Recording) -> None:
     model = Net()
     for module in model.modules():
