@@ -14,7 +14,7 @@ export PIP_NO_BINARY := urllib3-future
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all test-pythons test-oldest test-vllm test-servers test-engines test-stack battery fuzz browser tools bench bench-peers bench-vllm bench-whole bench-whole-vllm bench-whole-servers bench-servers bench-engines lint format wheel clean
+.PHONY: help demo test test-all test-pythons test-oldest test-vllm test-servers test-engines test-stack battery fuzz browser tools bench bench-peers bench-vllm bench-whole bench-whole-vllm bench-whole-servers bench-whole-engines bench-servers bench-engines lint format wheel clean
 
 help:  ## this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -141,6 +141,10 @@ bench-whole-vllm: $(VENV)-vllm/.bench  ## the same for vLLM on the CPU, two load
 bench-whole-servers: $(VENV)-servers/.bench  ## the same for Flask under gunicorn, grpc.aio and LitServe
 	$(VENV)-servers/bin/python -m benchmarks --only whole $(ARGS)
 
+bench-whole-engines: $(VENV)-engines/.bench $(VENV)-sglang/.dev  ## the same for SGLang, llama-cpp-python's server and ONNX Runtime
+	$(VENV)-engines/bin/python -m benchmarks --only whole $(ARGS)
+	$(VENV)-sglang/bin/python -m benchmarks --only whole $(ARGS)
+
 bench-servers: $(VENV)-servers/.dev  ## client against trace on servers of all kinds, and a Flask and a gRPC request beside OpenTelemetry's instrumentations
 	$(VENV)-servers/bin/python -m benchmarks --only entrances server_truth $(ARGS)
 
@@ -249,6 +253,11 @@ $(VENV)/.bench: pyproject.toml $(VENV)/.dev
 $(VENV)-servers/.bench: $(VENV)-servers/.dev
 	@echo "installing py-spy"
 	@$(VENV)-servers/bin/python -m pip install -qq -e ".[bench]"
+	@touch $@
+
+$(VENV)-engines/.bench: $(VENV)-engines/.llama
+	@echo "installing py-spy"
+	@$(VENV)-engines/bin/python -m pip install -qq "py-spy>=0.4"
 	@touch $@
 
 # ddtrace changes what is installed, so it lies apart and is found by nobody but who is started with it.

@@ -42,8 +42,9 @@ SECTIONS = (
 )
 ONLY_IF_NAMED = (
     "vllm_scheduler", "vllm", "whole", "server_truth", "entrances", "engine_truth", "engine_hooks",
+    "sglang_tracers",
 )  # fmt: skip
-"""Sections that run only if `--only` names them: six have a Python environment of their own, one takes hours."""
+"""Sections that run only if `--only` names them: seven have a Python environment of their own, one takes hours."""
 MODULES = {
     "asgi": "asgi_requests",
     "entrances": "entrance_requests",

@@ -137,6 +137,12 @@ def draw_gc_storm(rng: random.Random, server: Server) -> Case:
     return Case(draw_usual(rng, server), mistakes)
 
 
+def draw_stalled_steps(rng: random.Random, server: Server) -> Case:
+    """Some decode steps of the engine wait for something else than the model."""
+    delay = {"DELAY": "batch", "DELAY_S": f"{rng.uniform(0.15, 0.4):.3f}", "DELAY_SHARE": f"{rng.uniform(0.015, 0.03):.3f}"}
+    return Case(draw_usual(rng, server), variables=delay)
+
+
 def draw_memory_pressure(rng: random.Random, server: Server) -> Case:
     mistakes = {"fresh_mb": rng.randint(100, 200), "fresh_share": rng.uniform(0.15, 0.3)}
     return Case(draw_usual(rng, server), mistakes)
@@ -232,6 +238,7 @@ FAULTS = {
         ("abandoned_work", "pre_engine"), draw_retry_storm, ("generate-async",)
     ),
     "gc storm": Fault(("stutter",), draw_gc_storm, (*UNBLOCKED, *ONE_AT_A_TIME, *OTHERS)),
+    "stalled steps": Fault(("stutter",), draw_stalled_steps, ("sglang",)),
     "gc storm, blocked loop": Fault(("stutter", "pre_engine"), draw_gc_storm, BLOCKED),
     "memory pressure": Fault(("stutter", "pre_engine"), draw_memory_pressure, (*PROGRAMS, *OTHERS)),
     "slow log": Fault(("pre_engine", "stutter"), draw_slow_log, (*PROGRAMS, *OTHERS)),

@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 TOKENS = 96
@@ -15,6 +16,11 @@ ON_CPU = "--device cpu --cb-num-blocks 256 --cb-max-batch-tokens 512"
 CHAT = "/v1/chat/completions"
 DECODE_ONLY = json.dumps({"kv_connector": "DecodeBenchConnector", "kv_role": "kv_both"})
 COUNT_TOKENS = {"include_usage": True, "continuous_usage_stats": True}
+SGLANG_VARIABLES = {
+    "SGLANG_USE_CPU_ENGINE": "1",
+    "PYTHONPATH": str(Path(__file__).parents[2] / "tests" / "engines" / "sglang_on_cpu"),
+}
+"""Its kernels are replaced, because its releases have none for a CPU."""
 VLLM_VARIABLES = {"VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_HOST_IP": "127.0.0.1"}
 
 
@@ -44,17 +50,40 @@ def list_servers() -> list[ServedLoad]:
     """Returns the servers that this Python environment can run."""
     if importlib.util.find_spec("vllm"):
         return list_vllm_servers()
+    if importlib.util.find_spec("sglang"):
+        return list_sglang_servers()
+    if importlib.util.find_spec("llama_cpp"):
+        return list_engine_servers()
     return list_classifiers() if importlib.util.find_spec("litserve") else list_other_servers()
 
 
 def list_all_servers() -> list[ServedLoad]:
     """Returns the servers of all environments."""
-    return [*list_other_servers(), *list_classifiers(), *list_vllm_servers()]
+    return [
+        *list_other_servers(),
+        *list_classifiers(),
+        *list_vllm_servers(),
+        *list_sglang_servers(),
+        *list_engine_servers(),
+    ]
 
 
 def list_vllm_servers() -> list[ServedLoad]:
     """Returns the servers that need vLLM."""
     return [_serve_vllm(number) for number in (8, 32)]
+
+
+def list_sglang_servers() -> list[ServedLoad]:
+    """Returns the servers that need SGLang."""
+    return [_serve_sglang(number) for number in (8, 32)]
+
+
+def list_engine_servers() -> list[ServedLoad]:
+    """Returns the servers that need the other engines of `make test-engines`."""
+    return [
+        _serve_llama(),
+        _serve_requests("onnxruntime", "FastAPI + ONNX Runtime", _run_program("onnx_classifier"), 100),
+    ]
 
 
 def list_other_servers() -> list[ServedLoad]:
@@ -131,6 +160,32 @@ def _serve_vllm(number: int) -> ServedLoad:
         number,
         _stream_options(model="tiny", extra={"ignore_eos": True, "stream_options": COUNT_TOKENS}),
         VLLM_VARIABLES,
+    )
+
+
+def _serve_sglang(number: int) -> ServedLoad:
+    command = "-m sglang.launch_server --model-path {model} --served-model-name tiny --host 127.0.0.1 --port {port} --device cpu"
+    sizes = "--max-total-tokens 16384 --context-length 512 --max-running-requests 32 --mem-fraction-static 0.1"
+    kernels = "--attention-backend torch_native --sampling-backend pytorch"
+    return ServedLoad(
+        f"sglang-{number}",
+        f"SGLang on a CPU, {_name_streams(number)}",
+        (sys.executable, *f"{command} {sizes} {kernels}".split()),
+        "streams",
+        number,
+        _stream_options(model="tiny", extra={"ignore_eos": True, "stream_options": COUNT_TOKENS}),
+        SGLANG_VARIABLES,
+    )
+
+
+def _serve_llama() -> ServedLoad:
+    return ServedLoad(
+        "llama-cpp-1",
+        "llama-cpp-python's server, 1 stream",
+        (sys.executable, *_run_program("llama_server"), "{model}"),
+        "streams",
+        1,
+        _stream_options(),
     )
 
 

@@ -58,7 +58,8 @@ class SwitchedServer:
         self._log = folder / "server.log"
         kept = {name: value for name, value in os.environ.items() if not name.startswith("OTEL_")}
         output = {"OTEL_EXPORTER_OTLP_ENDPOINT": endpoint, "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf"}
-        paths = os.pathsep.join(filter(None, (str(SITE), kept.get("PYTHONPATH", ""))))
+        added = (variables or {}).get("PYTHONPATH", "")
+        paths = os.pathsep.join(filter(None, (str(SITE), added, kept.get("PYTHONPATH", ""))))
         switching = {"PYTHONPATH": paths, "WHOLE_STATES": str(self.states)}
         run = (sys.executable, "-m", "otel_infer", "run", "--")
         with self._log.open("wb") as log:
@@ -90,23 +91,23 @@ class SwitchedServer:
 
     def list_processes(self) -> list[int]:
         """Returns the processes of the server: all below `otel-infer run` but the sidecar."""
-        return [pid for pid in _list_descendants(self._supervisor.pid) if SIDECAR not in _read_command(pid)]
+        return [pid for pid in list_descendants(self._supervisor.pid) if SIDECAR not in read_command(pid)]
 
     def find_main_process(self) -> int:
         """Returns the process whose descendants are all other processes of the server."""
-        return next(pid for pid in _list_children(self._supervisor.pid) if SIDECAR not in _read_command(pid))
+        return next(pid for pid in _list_children(self._supervisor.pid) if SIDECAR not in read_command(pid))
 
     def find_sidecar(self) -> int | None:
         """Returns the sidecar's process; None if it does not run."""
-        pids = _list_descendants(self._supervisor.pid)
-        return next((pid for pid in pids if SIDECAR in _read_command(pid)), None)
+        pids = list_descendants(self._supervisor.pid)
+        return next((pid for pid in pids if SIDECAR in read_command(pid)), None)
 
     def set_hooks(self, state: str) -> None:
         """Installs or removes all hooks, in every process of the server, and waits until each has acknowledged it.
         Raises RuntimeError if a process does not listen, does not acknowledge, or if none has hooks."""
         pids = [pid for pid in self.list_processes() if _is_python(pid)]
         before = {pid: self._read_state(pid) for pid in pids}
-        deaf = [_read_command(pid) for pid, known in before.items() if known is None]
+        deaf = [read_command(pid) for pid, known in before.items() if known is None]
         if deaf:
             raise RuntimeError(f"a process does not listen: {deaf}")
         (self.states / "wanted").write_text(state)
@@ -116,7 +117,7 @@ class SwitchedServer:
         for pid, known in before.items():
             while (now := self._read_state(pid)) is None or now[:2] != (known.obeyed + 1, state):
                 if time.monotonic() > deadline or not _is_python(pid):
-                    raise RuntimeError(f"{pid} did not acknowledge: {now}, {_read_command(pid)}")
+                    raise RuntimeError(f"{pid} did not acknowledge: {now}, {read_command(pid)}")
                 time.sleep(0.005)
         self.acknowledged = [now for pid in pids if (now := self._read_state(pid))]
         if not any(process.integrations for process in self.acknowledged):
@@ -155,7 +156,8 @@ class SwitchedServer:
         return HookState(int(obeyed), state, *map(int, counts))
 
 
-def _list_descendants(pid: int) -> list[int]:
+def list_descendants(pid: int) -> list[int]:
+    """Returns all processes below one."""
     return list(_walk_descendants(pid))
 
 
@@ -173,7 +175,8 @@ def _list_children(pid: int) -> list[int]:
     return [int(child) for child in children]
 
 
-def _read_command(pid: int) -> str:
+def read_command(pid: int) -> str:
+    """Returns the command line of a process; "" if it has ended."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
     except OSError:

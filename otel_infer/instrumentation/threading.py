@@ -1,6 +1,7 @@
 """Propagates the current request to threads and thread-pool jobs, e.g. `Thread(target=model.generate)`.
 
     Thread.start ─ run in our part of the caller's context        ThreadPoolExecutor.submit ─ likewise
+                 └ listed among the threads that Python started (`ringbuffer.python_threads`)
 
 Calls pass through unchanged unless a request of ours is current or torch spans are suppressed. Pool worker
 threads are also left unchanged, because they outlive the request that started them; each pool job carries its
@@ -21,6 +22,7 @@ from otel_infer.instrumentation.hooks.probe import Hook
 from otel_infer.instrumentation.hooks.suppression import torch_suppressed
 from otel_infer.instrumentation.hooks.thread_context import ThreadContext
 from otel_infer.instrumentation.waits import PooledCall
+from otel_infer.ringbuffer.recorder import recorder
 from otel_infer.tracing import start
 from otel_infer.tracing.request_span import RequestSpan
 
@@ -49,7 +51,19 @@ def start_with_context(original: Callable[..., Any], hook: Hook) -> Callable[...
                 hook.mark_failed(exc)
         return original(self)
 
-    return compile_thread_work(original, hook, start_with_context)
+    start_thread = compile_thread_work(original, hook, start_with_context)
+
+    def start_and_list(self: Any) -> Any:
+        result = start_thread(self)
+        writer = recorder.requests
+        if writer is not None and hook.alive:
+            try:
+                writer.python_threads.add(self.native_id or 0)
+            except Exception as exc:
+                hook.mark_failed(exc)
+        return result
+
+    return start_and_list
 
 
 def _run_in_context(

@@ -88,7 +88,10 @@ THREADS, THREAD_WORDS = 64, 3
 the kernel's id of the thread, and since when (monotonic ns).
 """
 THREADS_AT = PAGE - THREADS * THREAD_WORDS * 8
-TEXT_MAX = THREADS_AT - TEXT_OFFSET - TEXT_LENGTH.size
+PYTHON_THREADS = 128
+"""Before it: the kernel's ids of threads that Python has started, 4 bytes each; 0 = free."""
+PYTHON_THREADS_AT = THREADS_AT - PYTHON_THREADS * 4
+TEXT_MAX = PYTHON_THREADS_AT - TEXT_OFFSET - TEXT_LENGTH.size
 
 # ── request ring ─────────────────────────────────────────────────────────────────────────────────────────────────
 CELL = struct.Struct("<QBBBxI40sQ")

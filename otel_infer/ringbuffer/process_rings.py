@@ -13,6 +13,7 @@ import numpy as np
 
 from otel_infer.config import private_files
 from otel_infer.ringbuffer import directory, events, layout
+from otel_infer.ringbuffer.python_threads import read_python_threads
 from otel_infer.ringbuffer.reader import RequestReader
 from otel_infer.ringbuffer.step_reader import StepFile, StepReader
 
@@ -81,6 +82,12 @@ class ProcessRings:
         threads = set(np.frombuffer(table, np.uint64)[1 :: layout.THREAD_WORDS].tolist()) - {0}
         pid = self.find_pid() if threads else 0
         return [(self.ring, pid, self.reader.header.pid, thread) for thread in threads if pid]
+
+    def list_python_threads(self) -> list[tuple[int, int]]:
+        """Returns (pid as seen from here, thread id as the process sees it) of threads that Python started, at most 128."""
+        threads = read_python_threads(self.reader.memory)
+        pid = self.find_pid() if threads else 0
+        return [(pid, thread) for thread in sorted(threads) if pid]
 
     def is_dead(self) -> bool:
         if self.descriptor < 0:

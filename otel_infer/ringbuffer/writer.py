@@ -24,6 +24,7 @@ from otel_infer.ringbuffer import events, layout
 from otel_infer.ringbuffer.arena import Arena, choose_sizes
 from otel_infer.ringbuffer.layout import RingSizes
 from otel_infer.ringbuffer.native import native
+from otel_infer.ringbuffer.python_threads import PythonThreads
 from otel_infer.ringbuffer.stack_signal import stack_signal
 from otel_infer.ringbuffer.string_table import StringTable
 from otel_infer.ringbuffer.text_limits import pack_text_to_fit
@@ -133,6 +134,7 @@ class RequestWriter:
         )
         self.threads = memoryview(self.memory)[layout.THREADS_AT : layout.PAGE].cast("Q")
         """The table of threads that work for one request."""
+        self.python_threads = PythonThreads(self.memory)
         offsets = layout.request_offsets(sizes.cells, sizes.live_slots, sizes.strings)
         self._cells, self._live_offset, self._strings_offset = (
             sizes.cells,

@@ -248,7 +248,9 @@ class Sidecar:
         for recorded in (
             *self._throttling_probe.read_events(self._rings.list_writers, is_idle),
             *self._thread_probe.read_events(self._rings.list_engine_threads, is_idle),
-            *self._cpu_probe.read_events(self._rings.list_writers, self._list_model_threads, is_idle),
+            *self._cpu_probe.read_events(
+                self._rings.list_writers, self._list_model_threads, self._list_python_threads, is_idle
+            ),
         ):
             self._rings.add_event(recorded)
         flushes = self._rings.list_pending_flushes()
@@ -263,6 +265,9 @@ class Sidecar:
             thread for process in self._rings.processes for thread in process.list_request_threads()
         ]
         return self._rings.list_engine_threads() + of_requests
+
+    def _list_python_threads(self) -> list[tuple[int, int]]:
+        return [thread for process in self._rings.processes for thread in process.list_python_threads()]
 
     def _read_rings(self, now: int, flushes: list[tuple[int, int]]) -> None:
         """Reads the rings. `flushes`: the flushes that writers wait for."""

@@ -8,6 +8,7 @@ listens; the signal would end any other process.
 """
 
 import os
+import runpy
 import signal
 import sys
 import threading
@@ -62,5 +63,15 @@ def _listen() -> None:
     os.register_at_fork(after_in_child=lambda: _write_state("on"))
 
 
+def _run_next_sitecustomize() -> None:
+    """Runs the file of this name in the next folder that has one, such as the one beside SGLang's replaced kernels."""
+    folders = [Path(entry or ".").resolve() for entry in sys.path]
+    for folder in folders[folders.index(Path(__file__).resolve().parent) + 1 :]:
+        if (folder / "sitecustomize.py").exists():
+            runpy.run_path(str(folder / "sitecustomize.py"))
+            return
+
+
 if "WHOLE_STATES" in os.environ:
     _listen()
+_run_next_sitecustomize()

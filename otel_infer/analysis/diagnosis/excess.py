@@ -26,6 +26,7 @@ from otel_infer.analysis.diagnosis.slow_requests import (
     loop_delays_while_streaming,
     sum_cause_time,
 )
+from otel_infer.analysis.diagnosis.waits_behind_stalls import find_waits_behind_stalls
 from otel_infer.analysis.diagnosis.worker_code import WaitsForCode, find_waits_for_code
 from otel_infer.assembly.records.request import RequestRecord
 from otel_infer.semconv import causes
@@ -106,7 +107,8 @@ class TimeByComplaint(NamedTuple):
 
     `slow`: the rows of the slowest tenth of their size, at least three. `shared`: what concurrency costs, if known.
     `serialized`: ns in which a request's code waited for another's call, a part of queueing. `for_code`: ns in which it waited
-    in a queue for a worker's code, which are no queueing.
+    in a queue for a worker's code, which are no queueing. `behind_stalls`: ns in a queue that are there because the requests
+    ahead were stalled, a part of the stutter.
     """
 
     time: Any
@@ -115,6 +117,7 @@ class TimeByComplaint(NamedTuple):
     shared: SharedTime | None
     serialized: Any
     for_code: WaitsForCode
+    behind_stalls: Any
 
     def longest(self, kind: str) -> Any:
         """Returns the rows of the tenth of the requests that have most of this time, at least three."""
@@ -190,6 +193,8 @@ def divide_time(
     shared = estimate_shared_time(records)
     if shared is not None:
         _move_shared_time(time, records, shared, cpu)
+    behind_stalls = find_waits_behind_stalls(records)
+    behind_stalls = _move_time(time, semconv.SYMPTOM_QUEUEING, semconv.SYMPTOM_STUTTER, behind_stalls)
     if cpu is not None and cpu.is_taken_by_others:
         _estimate_cpu_waits(time, records, cpu)
     if abandoned_share >= MIN_ABANDONED_SHARE:
@@ -198,7 +203,7 @@ def divide_time(
     excess = time - _find_ordinary_time(time, sizes)
     count = min(max(round(len(records) * SLOW_SHARE), 3), len(records))
     slow = np.argsort(excess.sum(axis=1), kind="stable")[-count:] if count else np.zeros(0, int)
-    return TimeByComplaint(time, excess, slow, shared, serialized, for_code)
+    return TimeByComplaint(time, excess, slow, shared, serialized, for_code, behind_stalls)
 
 
 def _move_time(time: Any, origin: str, target: str, limit: Any) -> Any:

@@ -55,7 +55,7 @@ class QueueAnalysis:
         unfinished: Sequence[int] = (),
         stages: Sequence[str] = _QUEUE_STAGES,
     ) -> None:
-        self._waits = np.array([_queue_interval(record, stages) for record in served], np.int64).clip(since)
+        self._waits = np.array([queue_interval(record, stages) for record in served], np.int64).clip(since)
         self._runs = np.array([running_interval(record) for record in served], np.int64).clip(since)
         self._others = [(max(begin, since), max(end, since)) for begin, end in map(running_interval, others)]
         last = max([record.ended_at for record in served], default=0)
@@ -164,7 +164,7 @@ def _extend_to_calm(is_peak: Any, mean: Any, calm: float) -> Any:
     return is_delayed
 
 
-def _queue_interval(record: RequestRecord, names: Sequence[str]) -> tuple[int, int]:
+def queue_interval(record: RequestRecord, names: Sequence[str] = _QUEUE_STAGES) -> tuple[int, int]:
     """Returns the longest wait in a queue, of an engine or for a lock or a thread; an empty interval if there was none."""
     waits = [(stage.started_at, stage.ended_at) for stage in record.stages if stage.name in names]
     return max(waits, key=lambda wait: wait[1] - wait[0], default=(record.ended_at, record.ended_at))

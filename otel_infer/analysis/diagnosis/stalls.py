@@ -32,6 +32,8 @@ _STALL_SHARE, _GAPS_PER_STALL, _MIN_STALL_MS = 0.15, 4, 15
 
 A stall is short, so its share is small; it is noticed because of its length compared with other gaps.
 """
+_MIN_SHARE_BEHIND = 0.02
+"""Share of the time of all requests from which their waits behind stalls are told."""
 _STALL_CAUSES = tuple(
     cause
     for cause in causes.select_causes(causes.GROUP_STALL, causes.GROUP_UNKNOWN)
@@ -62,6 +64,7 @@ def find_stream_stalls(served: list[RequestRecord], time: TimeByComplaint) -> li
     ]
     if cause == semconv.CAUSE_INTERFERENCE:
         evidence += _name_stalling_trace(slow)
+    evidence += _describe_waits_behind(time)
     return [Finding(semconv.SYMPTOM_STUTTER, cause, total / slow.lifetime_ns, evidence)]
 
 
@@ -84,8 +87,21 @@ def find_stalled_results(served: list[RequestRecord], time: TimeByComplaint) -> 
             kind,
             cause,
             time.total_share(kind),
-            [f"{cause}: {mean_ms:.0f} ms in each of the {len(slow)} requests with most of it"],
+            [
+                f"{cause}: {mean_ms:.0f} ms in each of the {len(slow)} requests with most of it",
+                *_describe_waits_behind(time),
+            ],
         )
+    ]
+
+
+def _describe_waits_behind(time: TimeByComplaint) -> list[str]:
+    """Returns evidence of what stalls cost the requests that wait in the queue meanwhile; empty if it is little."""
+    waits = time.behind_stalls
+    if waits.sum() < _MIN_SHARE_BEHIND * time.time.sum():
+        return []
+    return [
+        f"without the stalls, requests would wait {float(waits.mean()) / NS_PER_MS:.0f} ms less in the queue on average"
     ]
 
 

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from otel_infer import semconv
 from otel_infer.assembly.records.request import RequestRecord
 from otel_infer.config.private_files import read_private_text
 from otel_infer.config.redaction import replace_controls
 from otel_infer.ringbuffer import directory, events
 
-MAX_PIDS = 4
+MAX_PIDS, MAX_ERRORS = 4, 3
+"""Processes of a server, and types of errors, in the sentence; JSON has all of them."""
 MAX_NAME_BYTES = 4096
-"""Processes of a server in the sentence; JSON has all of them."""
 
 
 class ExplainSource(NamedTuple):
@@ -22,7 +24,8 @@ class ExplainSource(NamedTuple):
 
     `tape`: file name; "" for a running server. `service`: service name of a running server; "" = not known.
     `pids`: its processes. `began_at`, `ended_at`: the period, unix ns; 0 = no request finished. `requests`:
-    successful or aborted requests that generate. The other finished requests are counted by reason.
+    successful or aborted requests that generate. The other finished requests are counted by reason. `errors`: types of the
+    failed ones, the most frequent first.
     """
 
     tape: str
@@ -35,6 +38,7 @@ class ExplainSource(NamedTuple):
     no_engine: int
     failed: int
     not_generating: int
+    errors: tuple[tuple[str, int], ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the source for JSON. The period is local time (ISO 8601, s) and None if it is not known."""
@@ -51,24 +55,29 @@ class ExplainSource(NamedTuple):
             "no_engine": self.no_engine,
             "failed": self.failed,
             "not_generating": self.not_generating,
+            "errors": dict(self.errors),
         }
 
     def to_sentence(self) -> str:
         """Returns one line with the server, the period and the counts.
 
-        Example: `vllm (pid 7): 2026-07-30 14:03:12 to 14:05:10 (118 s), 60 requests; left out: 2 failed`.
+        Example: `vllm (pid 7): 2026-07-30 14:03:12 to 14:05:10 (118 s), 60 requests; left out: 2 failed (TimeoutError 2)`.
         """
         left_out = [
             f"{count:,} {reason}"
             for count, reason in (
                 (self.no_engine, "reached no engine"),
-                (self.failed, "failed"),
+                (self.failed, f"failed ({self._describe_errors()})"),
                 (self.not_generating, "generated nothing"),
             )
             if count
         ]
         counts = f"{self.requests:,} requests" + (f"; left out: {', '.join(left_out)}" if left_out else "")
         return f"{self._describe_server()}: {self._describe_period()}, {counts}"
+
+    def _describe_errors(self) -> str:
+        shown = [f"{replace_controls(name)} {count:,}" for name, count in self.errors[:MAX_ERRORS]]
+        return ", ".join(shown) + (", …" if len(self.errors) > MAX_ERRORS else "")
 
     def _describe_server(self) -> str:
         if self.tape:
@@ -125,6 +134,7 @@ def describe_source(
         no_engine=len(finished) - len(failed) - len(served),
         failed=len(failed),
         not_generating=len(served) - len(generating),
+        errors=tuple(Counter(record.error_type or semconv.OTHER for record in failed).most_common()),
     )
 
 

@@ -183,7 +183,7 @@ class CpuSeen(NamedTuple):
     """CPU time on the cores that a server may use, in (`since`, `at`], added by the sidecar; ns.
 
     `busy_ns`: of all processes, but those of low priority (nice). `server_ns`: of the server's processes.
-    `other_threads_ns`: of the server's threads that are no main thread and run no engine.
+    `other_threads_ns`: of the server's threads that Python started, are no main thread and run no engine.
     """
 
     at: int

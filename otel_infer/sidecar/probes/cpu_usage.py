@@ -2,9 +2,10 @@
 
     /proc/stat              ─▶ busy time of these cores, without processes of low priority (nice)
     /proc/PID/stat          ─▶ CPU time of the server's processes
-    /proc/PID/task/TID/stat ─▶ CPU time of threads that are no main thread, run no engine and work for no request
+    /proc/PID/task/TID/stat ─▶ CPU time of Python's threads that are no main thread, run no engine and work for no request
 
 All are sums in ticks of 10 ms on most systems, read once a second. Of threads, those count that lived at both readings.
+Threads of native libraries compute for the threads that call them, so they are no others (`ringbuffer.python_threads`).
 """
 
 from __future__ import annotations
@@ -20,8 +21,6 @@ from otel_infer.sidecar.probes.thread_stats import ThreadIds
 INTERVAL_NS = 1_000_000_000
 MAX_AGE_NS = 5 * INTERVAL_NS
 """Readings further apart are not compared: the server was idle meanwhile."""
-MAX_THREADS = 128
-"""Threads of a process that are read. More would cost the sidecar a noticeable share of a core."""
 _TICK_NS = 1_000_000_000 // os.sysconf("SC_CLK_TCK")
 _USER, _SYSTEM = 11, 12
 """Fields of `stat` after the name: utime and stime (proc_pid_stat(5))."""
@@ -44,9 +43,13 @@ class CpuUsageProbe:
         self,
         writers: Callable[[], Iterable[tuple[int, int]]],
         model_threads: Callable[[], Iterable[ThreadIds]],
+        python_threads: Callable[[], Iterable[tuple[int, int]]],
         is_idle: bool = False,
     ) -> list[events.RecordedEvent]:
-        """Returns the use of the CPUs since the last reading, if one is due. `writers`: (ring, pid)."""
+        """Returns the use of the CPUs since the last reading, if one is due.
+
+        `writers`: (ring, pid). `python_threads`: (pid, thread id) of all threads that Python started.
+        """
         now = self._now()
         if is_idle or now - self._at < INTERVAL_NS:
             return []
@@ -58,7 +61,7 @@ class CpuUsageProbe:
         except (OSError, ValueError, IndexError):  # a process has ended, or there is no such file
             return []
         engines = {(pid, own_thread) for _, pid, _, own_thread in model_threads()}
-        threads = self._read_threads([pid for _, pid in processes], engines)
+        threads = self._read_threads(set(python_threads()) - engines)
         since, self._at = self._at, now
         others = sum(
             max(ns - self._thread_ns[key], 0) for key, ns in threads.items() if key in self._thread_ns
@@ -86,18 +89,13 @@ class CpuUsageProbe:
         fields = content.rpartition(b")")[2].split(None, _SYSTEM + 1)
         return (int(fields[_USER]) + int(fields[_SYSTEM])) * _TICK_NS
 
-    def _read_threads(self, pids: list[int], engines: set[tuple[int, int]]) -> dict[tuple[int, int], int]:
-        """Returns the CPU time of threads that are no main thread and run no model, by (pid, thread id)."""
+    def _read_threads(self, threads: set[tuple[int, int]]) -> dict[tuple[int, int], int]:
+        """Returns the CPU time of those threads that are no main thread, by (pid, thread id)."""
         read: dict[tuple[int, int], int] = {}
-        for pid in pids:
-            try:
-                numbers = [int(name) for name in os.listdir(self._proc / str(pid) / "task")]
-            except OSError:
-                continue
-            for number in numbers[:MAX_THREADS]:
-                if number != pid and (pid, number) not in engines:
-                    try:
-                        read[pid, number] = self._read_cpu_ns(f"{pid}/task/{number}/stat")
-                    except (OSError, ValueError, IndexError):  # the thread has ended
-                        continue
+        for pid, number in threads:
+            if number != pid:
+                try:
+                    read[pid, number] = self._read_cpu_ns(f"{pid}/task/{number}/stat")
+                except (OSError, ValueError, IndexError):  # the thread has ended
+                    continue
         return read

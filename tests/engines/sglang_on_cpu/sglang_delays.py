@@ -1,6 +1,7 @@
 """Adds a delay to one of SGLang's own functions, in the process that has it; `sitecustomize` imports it.
 
-DELAY names the stage, and DELAY_S is its length. With DELAY_FILE only the call that finds this file is delayed, and removes it.
+DELAY names the stage, and DELAY_S is its length. With DELAY_FILE only the call that finds this file is delayed, and removes it;
+with DELAY_SHARE this share of the calls.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import random
 import time
 from collections.abc import Callable
 from typing import Any
@@ -57,10 +59,10 @@ def add_delay() -> None:
 
 
 def is_due() -> bool:
-    """Returns whether a delay is due, by its file."""
+    """Returns whether a delay is due, by its file or by chance."""
     path = os.environ.get("DELAY_FILE")
     if not path:
-        return True
+        return random.random() < float(os.environ.get("DELAY_SHARE", "1"))
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
         return True

@@ -12,3 +12,7 @@ if os.environ.get("DELAY"):
     import sglang_delays
 
     sglang_delays.add_delay()
+if os.environ.get("SGLANG_WITHOUT_MODEL"):
+    import sglang_without_model
+
+    sglang_without_model.replace_model()

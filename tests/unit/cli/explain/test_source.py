@@ -52,7 +52,7 @@ FINISHED = [
     request(10, 12),
     request(11, 128.25),
     request(12, 13, outcome=events.ABORTED),
-    request(12, 13, outcome=events.ERROR),
+    request(12, 13, outcome=events.ERROR, error_type="TimeoutError"),
     request(12, 13, generative=False),
     request(5, 6, operation="", engine=""),
     request(6, 7, operation="", engine="", outcome=events.ERROR),
@@ -63,7 +63,7 @@ def test_tape_has_file_name_period_and_counts() -> None:
     source = describe_source(FINISHED, 0, tape=Path("/tapes/slow.tape"))
     assert source.to_sentence() == (
         "slow.tape: 2026-01-01 14:00:05 to 14:02:08 (123 s), 3 requests; "
-        "left out: 2 reached no engine, 1 failed, 1 generated nothing"
+        "left out: 2 reached no engine, 1 failed (TimeoutError 1), 1 generated nothing"
     )
     assert source.to_dict() == {
         "tape": "slow.tape",
@@ -77,7 +77,16 @@ def test_tape_has_file_name_period_and_counts() -> None:
         "no_engine": 2,
         "failed": 1,
         "not_generating": 1,
+        "errors": {"TimeoutError": 1},
     }
+
+
+def test_errors_are_counted_by_type_the_most_frequent_first() -> None:
+    types = ("503", "CancelledError", "CancelledError", "", "ValueError", "CancelledError", "503")
+    failed = [request(10, 11, outcome=events.ERROR, error_type=error_type) for error_type in types]
+    source = describe_source(failed, 0, tape=Path("a"))
+    assert source.to_sentence().endswith("left out: 7 failed (CancelledError 3, 503 2, _OTHER 1, …)")
+    assert source.to_dict()["errors"] == {"CancelledError": 3, "503": 2, "_OTHER": 1, "ValueError": 1}
 
 
 def test_a_period_begins_when_the_tape_is_complete() -> None:

@@ -12,7 +12,7 @@ from otel_infer.sidecar.probes.cpu_usage import CpuUsageProbe
 
 TICK_NS = 1_000_000_000 // os.sysconf("SC_CLK_TCK")
 SECOND = 1_000_000_000
-SERVER, ENGINE, WORKER = 700, 701, 702
+SERVER, ENGINE, WORKER, NATIVE = 700, 701, 702, 710
 CORES = sorted(os.sched_getaffinity(0))
 
 
@@ -42,7 +42,8 @@ class FakeKernel:
     def read(self, probe: CpuUsageProbe, is_idle: bool = False) -> list[CpuSeen]:
         self.write()
         writers, threads = [(3, SERVER)], [(4, SERVER, SERVER, ENGINE)]
-        read = probe.read_events(lambda: writers, lambda: threads, is_idle)
+        started = [(SERVER, thread) for thread in self.cpu_ticks if thread != NATIVE]
+        read = probe.read_events(lambda: writers, lambda: threads, lambda: started, is_idle)
         assert all((recorded.ring, recorded.handle) == (3, 0) for recorded in read)
         return [recorded.event for recorded in read]
 
@@ -76,6 +77,16 @@ def test_use_is_divided(kernel: FakeKernel, probe: CpuUsageProbe) -> None:
     assert seen == CpuSeen(
         kernel.at, kernel.at - SECOND, len(CORES), 90 * TICK_NS, 60 * TICK_NS, 10 * TICK_NS
     )
+
+
+def test_threads_of_native_libraries_are_no_others(kernel: FakeKernel, probe: CpuUsageProbe) -> None:
+    """OpenMP, ggml or ONNX Runtime start them, and they compute for whoever calls the library."""
+    kernel.cpu_ticks[NATIVE] = 0
+    kernel.read(probe)
+    kernel.at += SECOND
+    kernel.busy_ticks, kernel.cpu_ticks = 95, {SERVER: 5, ENGINE: 40, WORKER: 10, NATIVE: 40}
+    (seen,) = kernel.read(probe)
+    assert (seen.server_ns, seen.other_threads_ns) == (95 * TICK_NS, 10 * TICK_NS)
 
 
 def test_processes_of_low_priority_are_not_busy(kernel: FakeKernel, probe: CpuUsageProbe) -> None:
@@ -118,12 +129,12 @@ def test_new_thread_counts_from_its_second_reading(kernel: FakeKernel, probe: Cp
 @pytest.mark.parametrize("missing", ["stat", f"{SERVER}/stat"])
 def test_missing_counters_are_no_use(kernel: FakeKernel, probe: CpuUsageProbe, missing: str) -> None:
     (kernel.folder / missing).unlink()
-    read = probe.read_events(lambda: [(3, SERVER)], list)
+    read = probe.read_events(lambda: [(3, SERVER)], list, list)
     assert read == []
 
 
 def test_server_without_processes_has_no_use(kernel: FakeKernel, probe: CpuUsageProbe) -> None:
-    assert probe.read_events(list, list) == []
+    assert probe.read_events(list, list, list) == []
 
 
 def test_this_process_is_read() -> None:
@@ -132,8 +143,8 @@ def test_this_process_is_read() -> None:
     writers = [(1, os.getpid())]
     if not Path("/proc/self/stat").exists():
         pytest.skip("this kernel has no /proc")
-    assert probe.read_events(lambda: writers, list) == []
+    assert probe.read_events(lambda: writers, list, list) == []
     at[0] += SECOND
-    (recorded,) = probe.read_events(lambda: writers, list)
+    (recorded,) = probe.read_events(lambda: writers, list, list)
     assert recorded.event.cores == len(os.sched_getaffinity(0))
     assert recorded.event.server_ns >= 0

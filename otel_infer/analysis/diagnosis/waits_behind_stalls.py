@@ -1,0 +1,82 @@
+"""Finds waits in a queue that exist because the requests ahead were stalled. Pure.
+
+    with the stall      ████▒▒▒▒████            without it    ████████
+    the next request    ░░░░░░░░░░░░████████                  ░░░░░░░░████████
+
+The queue is served once more, in the same order and with the runs without their stalls (Lindley, "The theory of queues with
+a single server", 1952; several places as Kiefer and Wolfowitz, 1955). Where the same calculation with the measured runs does
+not return the measured waits, the queue is of another kind, and nothing is said of it.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from otel_infer import semconv
+from otel_infer.analysis.diagnosis.queueing import queue_interval, running_interval
+from otel_infer.analysis.diagnosis.slow_requests import sum_cause_time
+from otel_infer.assembly.records.request import RequestRecord
+
+STALL_CAUSES = (
+    semconv.CAUSE_GC,
+    semconv.CAUSE_COMPILE,
+    semconv.CAUSE_CAPTURE,
+    semconv.CAUSE_PAGE_FAULTS,
+    semconv.CAUSE_BLOCKED,
+    semconv.CAUSE_RAN_LONGER,
+    semconv.CAUSE_PAUSE,
+)
+"""Stalls of the process or of the thread that computes. A lack of cores is another complaint."""
+_MAX_MISFIT = 0.2
+"""Share of the waiting time by which the waits of the calculation may differ from the measured ones."""
+_MAX_SHARE_ABOVE = 0.02
+"""Share of the time with runs in which more of them may be open than there are places: a run that ends as the next begins."""
+
+
+def find_waits_behind_stalls(records: Sequence[RequestRecord]) -> Any:
+    """Returns for each request the ns that it would have waited less in the queue without the stalls of others."""
+    behind = np.zeros(len(records))
+    runs = np.array([running_interval(record) for record in records], np.int64).reshape(-1, 2)
+    queues = np.array([queue_interval(record) for record in records], np.int64).reshape(-1, 2)
+    has_waited = queues[:, 1] > queues[:, 0]
+    queued = np.where(has_waited, queues[:, 0], runs[:, 0])
+    begun = np.where(has_waited, queues[:, 1], runs[:, 0])
+    ran = np.flatnonzero(runs[:, 1] > runs[:, 0])
+    rows = ran[np.argsort(begun[ran], kind="stable")]
+    waits, lengths = (begun - queued)[rows], (runs[:, 1] - begun)[rows]
+    stalls = np.array([sum_cause_time(records[row], *STALL_CAUSES) for row in rows], np.int64)
+    if not waits.sum() or not stalls.sum():
+        return behind
+    places = _count_places(begun[rows], runs[rows, 1])
+    expected = _serve(queued[rows], lengths, places)
+    if np.abs(expected - waits).sum() > _MAX_MISFIT * waits.sum():
+        return behind
+    without = _serve(queued[rows], np.maximum(lengths - stalls, 0), places)
+    behind[rows] = np.minimum(expected - without, waits).clip(0)
+    return behind
+
+
+def _serve(queued: Any, lengths: Any, places: int) -> Any:
+    """Returns the waits, ns, of requests that are served in this order by so many places."""
+    free_at, waits = [0] * places, np.zeros(len(queued), np.int64)
+    for i, (since, length) in enumerate(zip(queued.tolist(), lengths.tolist(), strict=True)):
+        begin = max(since, free_at[0])
+        heapq.heapreplace(free_at, begin + length)
+        waits[i] = begin - since
+    return waits
+
+
+def _count_places(begins: Any, ends: Any) -> int:
+    """Returns how many runs are open at a time, at most."""
+    times = np.concatenate([begins, ends])
+    changes = np.concatenate([np.ones(len(begins), int), -np.ones(len(ends), int)])
+    order = np.lexsort((changes, times))
+    counts, lengths = np.cumsum(changes[order])[:-1], np.diff(times[order])
+    by_count = np.bincount(counts.clip(0), weights=lengths)
+    by_count[0] = 0
+    above = by_count[::-1].cumsum()[::-1]  # time with so many runs or more
+    return int(np.flatnonzero(above > _MAX_SHARE_ABOVE * by_count.sum())[-1])
