@@ -61,9 +61,11 @@ else
 	  $(if $(findstring tests/servers/,$(ARGS)),,tests/servers) $(ARGS)
 endif
 
-SGLANG := tests/engines/test_sglang.py
-test-engines: $(VENV)-engines/.llama $(VENV)-sglang/.dev  ## SGLang, llama.cpp, ONNX Runtime, OpenVINO, CTranslate2, diffusers …, each on a tiny model, in two environments
-	$(VENV)-engines/bin/python -m pytest $(TWO) tests/engines --ignore=$(SGLANG) $(ARGS); failed=$$?; \
+SGLANG   := tests/engines/test_sglang.py
+OPTIMUM  := tests/engines/test_optimum.py
+test-engines: $(VENV)-engines/.llama $(VENV)-sglang/.dev $(VENV)-optimum/.dev  ## SGLang, llama.cpp, ONNX Runtime, OpenVINO, diffusers …, each on a tiny model, in three environments
+	$(VENV)-engines/bin/python -m pytest $(TWO) tests/engines --ignore=$(SGLANG) --ignore=$(OPTIMUM) $(ARGS); failed=$$?; \
+	$(VENV)-optimum/bin/python -m pytest $(OPTIMUM) $(ARGS) || failed=1; \
 	$(VENV)-sglang/bin/python -m pytest $(SGLANG) $(ARGS) && exit $$failed
 
 test-stack: $(VENV)/.dev $(VENV)-vllm/.dev tools  ## real servers, scraped by a real Prometheus: every panel, every alert
@@ -155,7 +157,7 @@ wheel: $(VENV)/.dev  ## dist/otel_infer-*.whl
 	$(BIN)/python -m pip wheel -qq --no-deps --wheel-dir dist .
 
 clean:  ## remove the environment and everything built
-	rm -rf $(VENV) $(VENV)-peers $(VENV)-servers $(OVER_SERVERS:%=$(VENV)-servers-%) $(VENV)-servers-pytriton $(VENV)-engines $(VENV)-sglang $(VENV)-vllm $(VENV)-oldest .venv-3.* $(SKIPPED) build dist .tools .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VENV)-peers $(VENV)-servers $(OVER_SERVERS:%=$(VENV)-servers-%) $(VENV)-servers-pytriton $(VENV)-engines $(VENV)-optimum $(VENV)-sglang $(VENV)-vllm $(VENV)-oldest .venv-3.* $(SKIPPED) build dist .tools .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
 # pip is renewed: the one that Debian brings cannot resolve our extras when two OpenTelemetry releases mix.
 $(BIN)/python:
@@ -218,6 +220,12 @@ $(VENV)-engines/.dev: pyproject.toml tests/engines/requirements.txt
 $(VENV)-engines/.llama: $(VENV)-engines/.dev tests/engines/requirements-llama.txt
 	@echo "installing llama-cpp-python, which is compiled the first time, in about ten minutes"
 	@$(VENV)-engines/bin/python -m pip install -qq -r tests/engines/requirements-llama.txt
+	@touch $@
+
+$(VENV)-optimum/.dev: pyproject.toml tests/engines/requirements-optimum.txt
+	@$(MAKE) --no-print-directory VENV=$(VENV)-optimum $(VENV)-optimum/.torch
+	@echo "installing optimum-onnx and what the tests need"
+	@$(VENV)-optimum/bin/python -m pip install -qq -r tests/engines/requirements-optimum.txt -e ".[dev]"
 	@touch $@
 
 $(VENV)-sglang/.dev: pyproject.toml tests/engines/requirements-sglang.txt

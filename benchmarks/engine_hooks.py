@@ -18,7 +18,7 @@ from otel_infer.instrumentation.hooks.instrumentor import Instrumentor
 from otel_infer.instrumentation.registry import load_instrumentors
 from tests.support.rings import Recording
 
-ROUNDS, QUICK_ROUNDS, CALLS = 201, 11, 5
+ROUNDS, QUICK_ROUNDS, CALLS = 101, 11, 5
 ON, OFF, AGAIN = "on", "off", "off again"
 
 

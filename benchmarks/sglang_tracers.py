@@ -35,7 +35,7 @@ from otel_infer.cli.demo.model import make_demo_model
 
 ROOT = Path(__file__).parents[1]
 SIZES, TOKENS, WORDS = (8, 64, 256), 200, 12
-ROUNDS, QUICK_ROUNDS = 16, 2
+ROUNDS, QUICK_ROUNDS = 8, 1
 START_S, SETTLE_S, EXPORT_S = 240.0, 0.3, 1.5
 OPTIONS = (
     "-m sglang.launch_server --served-model-name tiny --host 127.0.0.1 --device cpu --mem-fraction-static 0.1 "

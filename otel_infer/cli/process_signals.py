@@ -24,6 +24,8 @@ SI_KERNEL = 0x80
 Forwarding it would deliver it twice.
 """
 PR_SET_CHILD_SUBREAPER = 36
+_SET_BYTES, _INFO_INTS, _CODE = 128, 32, 2
+"""Sizes of `sigset_t` and `siginfo_t`, and the place of `si_code` in the latter (sigaction(2))."""
 
 
 @contextlib.contextmanager
@@ -34,6 +36,22 @@ def mask_awaited_signals(how: signal.Sigmasks) -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def await_signal(seconds: float) -> tuple[int, int]:
+    """Waits for one of the awaited signals, and returns its number and `si_code`; (0, 0) if none comes in time.
+
+    By the C library, because `signal.sigtimedwait` returns what was in memory as a signal if the process is stopped and
+    continued meanwhile, as with Ctrl-Z and `fg` (CPython 3.11 to 3.14).
+    """
+    library = ctypes.CDLL(None)
+    awaited, received = ctypes.create_string_buffer(_SET_BYTES), (ctypes.c_int * _INFO_INTS)()
+    library.sigemptyset(awaited)
+    for number in AWAITED_SIGNALS:
+        library.sigaddset(awaited, int(number))
+    timeout = (ctypes.c_long * 2)(int(seconds), int(seconds % 1 * 1e9))
+    number = library.sigtimedwait(awaited, received, timeout)
+    return (number, received[_CODE]) if number > 0 else (0, 0)
 
 
 def is_in_foreground() -> bool:

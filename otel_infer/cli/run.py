@@ -21,6 +21,7 @@ from otel_infer.cli.process_signals import (
     AWAITED_SIGNALS,
     FORWARDED_SIGNALS,
     SI_KERNEL,
+    await_signal,
     become_reaper,
     is_in_foreground,
     mask_awaited_signals,
@@ -224,9 +225,9 @@ class Supervisor:
         if not AWAITED_SIGNALS:
             time.sleep(POLL_S)
             return
-        received = signal.sigtimedwait(AWAITED_SIGNALS, POLL_S)
-        if received is not None:
-            self._forward_signal(received.si_signo, sent_to_group=received.si_code == SI_KERNEL)
+        number, code = await_signal(POLL_S)
+        if number:
+            self._forward_signal(number, sent_to_group=code == SI_KERNEL)
 
     def _handle_signal(self, number: int, frame: object) -> None:
         """Forwards a signal outside `sigtimedwait`.

@@ -18,7 +18,7 @@ OPTIONS = (
 
 if __name__ == "__main__":
     os.environ["SGLANG_USE_CPU_ENGINE"] = os.environ["OMP_NUM_THREADS"] = "1"
-    os.environ["PYTHONPATH"] = f"{SHIMS}{os.pathsep}{os.environ['PYTHONPATH']}"
+    os.environ["PYTHONPATH"] += f"{os.pathsep}{SHIMS}"  # after our own sitecustomize, which runs the next one
     declare_operators()
     model = make_model(Path(tempfile.mkdtemp()) / "tiny")
     options = ["--model-path", str(model), "--port", sys.argv[1], *OPTIONS.split()]

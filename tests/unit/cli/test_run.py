@@ -127,6 +127,17 @@ def test_signal_sent_to_run_is_forwarded(on_terminal: OnTerminal) -> None:
     assert on_terminal.log_lines[1:] == ["SIGINT", "SIGQUIT", "SIGINT"]
 
 
+def test_run_goes_on_after_it_was_stopped_and_continued(on_terminal: OnTerminal) -> None:
+    """As with Ctrl-Z and `fg`, or by a debugger."""
+    for number in (signal.SIGSTOP, signal.SIGCONT):
+        os.kill(on_terminal.run_pid, number)
+        time.sleep(3 * run.POLL_S)
+    assert on_terminal.log_lines[1:] == []
+    os.kill(on_terminal.run_pid, signal.SIGINT)
+    on_terminal.wait_for_signals(1)
+    assert on_terminal.log_lines[1:] == ["SIGINT"]
+
+
 def test_server_has_no_blocked_signals(on_terminal: OnTerminal) -> None:
     assert on_terminal.log_lines[0].split()[1] == "0"
 
