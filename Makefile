@@ -150,8 +150,9 @@ bench-whole-engines: $(VENV)-engines/.bench $(VENV)-sglang/.dev  ## the same for
 bench-servers: $(VENV)-servers/.dev  ## client against trace on servers of all kinds, and a Flask and a gRPC request beside OpenTelemetry's instrumentations
 	$(VENV)-servers/bin/python -m benchmarks --only entrances server_truth $(ARGS)
 
-bench-engines: $(VENV)-engines/.llama  ## a delay in each stage of each engine, and what the hooks add to a call
+bench-engines: $(VENV)-engines/.llama $(VENV)-sglang/.dev  ## a delay in each stage of each engine, what the hooks add to a call, and SGLang's own tracer
 	$(VENV)-engines/bin/python -m benchmarks --only engine_truth engine_hooks $(ARGS)
+	$(VENV)-sglang/bin/python -m benchmarks --only server_truth sglang_tracers $(ARGS)
 
 wheel: $(VENV)/.dev  ## dist/otel_infer-*.whl
 	$(BIN)/python -m pip wheel -qq --no-deps --wheel-dir dist .

@@ -8,6 +8,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Container, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -62,24 +64,33 @@ def _serve(
     """Runs a server and sends it requests. Returns their latencies in ms by trace id, their records, and the client's lateness."""
     with tempfile.TemporaryDirectory() as name:
         folder, port = Path(name), find_free_port()
-        run = [sys.executable, "-m", "otel_infer", "run", "--tape", str(folder / "server.tape"), "--"]
-        kept = {key: value for key, value in os.environ.items() if not key.startswith("OTEL_")}
-        environ = {**kept, "PYTHONPATH": str(ROOT), **VARIABLES, MARKER: str(port), **variables}
-        with (folder / "server.log").open("wb") as log:
-            process = subprocess.Popen(
-                [*run, *server.make_command(port)], env=environ, stdout=log, stderr=log
-            )
-            try:
-                if not _wait_until_open(port, process):
-                    raise RuntimeError(f"{server.title}: {(folder / 'server.log').read_text()[-2000:]}")
-                _warm_up(server, port, concurrency)
-                clients, lateness = _send_parts(server, port, requests, concurrency, parts)
-            finally:
-                stop_server(process)
-                kill_leftovers(str(port))
-                wait_for_sidecars(str(port))
-        records = read_records(folder / "server.tape", Assembler())
-        return clients, [record for record in records if record.trace_id.hex() in clients], lateness
+        with _run_server(server, folder, port, variables):
+            _warm_up(server, port, concurrency)
+            clients, lateness = _send_parts(server, port, requests, concurrency, parts)
+        return clients, _read_records(folder, clients), lateness
+
+
+@contextmanager
+def _run_server(server: TruthServer, folder: Path, port: int, variables: dict[str, str]) -> Iterator[None]:
+    """Runs a server with its tape in `folder`, which is complete afterwards."""
+    run = [sys.executable, "-m", "otel_infer", "run", "--tape", str(folder / "server.tape"), "--"]
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("OTEL_")}
+    environ = {**kept, "PYTHONPATH": str(ROOT), **VARIABLES, MARKER: str(port), **variables}
+    with (folder / "server.log").open("wb") as log:
+        process = subprocess.Popen([*run, *server.make_command(port)], env=environ, stdout=log, stderr=log)
+        try:
+            if not _wait_until_open(port, process):
+                raise RuntimeError(f"{server.title}: {(folder / 'server.log').read_text()[-2000:]}")
+            yield
+        finally:
+            stop_server(process)
+            kill_leftovers(str(port))
+            wait_for_sidecars(str(port))
+
+
+def _read_records(folder: Path, traces: Container[str]) -> list[RequestRecord]:
+    records = read_records(folder / "server.tape", Assembler())
+    return [record for record in records if record.trace_id.hex() in traces]
 
 
 def _send_parts(
@@ -141,10 +152,13 @@ def _compare_latencies(server: TruthServer, requests: int) -> list[Line]:
 
 def _compare_stages(server: TruthServer, requests: int) -> list[Line]:
     """Returns a row for each stage that can be delayed: how far its growth, and that of any other stage, is off."""
-    usual = _measure_stages(server, requests, "")
+    usual = {} if server.delays_by_file else _measure_stages(server, requests, "")
     lines = []
     for place in server.stages:
-        delayed = _measure_stages(server, requests, place)
+        if server.delays_by_file:
+            usual, delayed = _measure_in_turn(server, requests, place)
+        else:
+            delayed = _measure_stages(server, requests, place)
         growth = {
             name: delayed.get(name, 0.0) - usual.get(name, 0.0) for name in sorted({*usual, *delayed, place})
         }
@@ -162,6 +176,30 @@ def _compare_stages(server: TruthServer, requests: int) -> list[Line]:
 def _measure_stages(server: TruthServer, requests: int, place: str) -> dict[str, float]:
     """Returns the median length of each stage, ms, one request at a time."""
     _, records, _ = _serve(server, requests, 1, DELAY=place, DELAY_S=str(DELAY_MS / 1000))
+    return _find_medians(records)
+
+
+def _measure_in_turn(
+    server: TruthServer, requests: int, place: str
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Returns the medians without and with the delay, of requests in turn: two lives of an engine differ by several ms."""
+    taken: tuple[set[str], set[str]] = set(), set()
+    with tempfile.TemporaryDirectory() as name:
+        folder, port = Path(name), find_free_port()
+        file = folder / "delay"
+        delay = {"DELAY": place, "DELAY_S": str(DELAY_MS / 1000), "DELAY_FILE": str(file)}
+        with _run_server(server, folder, port, delay):
+            _warm_up(server, port, 4)
+            for number in range(2 * requests):
+                if number % 2:
+                    file.touch()
+                taken[number % 2].update(send_requests(server, port, 1, 1))
+        records = [_read_records(folder, traces) for traces in taken]
+    return _find_medians(records[0]), _find_medians(records[1])
+
+
+def _find_medians(records: list[RequestRecord]) -> dict[str, float]:
+    """Returns the median length of each stage, ms."""
     lengths: dict[str, list[float]] = {}
     for record in records:
         for stage in record.stages:

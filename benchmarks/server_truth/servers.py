@@ -16,6 +16,7 @@ class TruthServer(NamedTuple):
 
     `outer`: stages that contain others. `path`, `body`: of a request. `library`: which only the environment of its own has; empty = that of `make test-servers`.
     `concurrency`: requests at a time. `is_isolated`: in a network namespace, because it opens ports on every address.
+    `delays_by_file`: a request is delayed if it finds the file that DELAY_FILE names.
     """
 
     title: str
@@ -28,6 +29,7 @@ class TruthServer(NamedTuple):
     outer: tuple[str, ...] = ()
     is_isolated: bool = False
     concurrency: int = 16
+    delays_by_file: bool = False
 
     def make_command(self, port: int) -> list[str]:
         """Returns the command."""
@@ -108,6 +110,7 @@ SERVERS = {
         path="/v1/completions",
         body=b'{"model": "tiny", "prompt": "why is the sky blue?", "max_tokens": 5}',
         library="sglang",
+        delays_by_file=True,
     ),
     "ray": TruthServer("Ray Serve", _module("ray_app"), is_isolated=True),
 }

@@ -22,9 +22,10 @@ class PythonThreads:
 
     def add(self, thread: int) -> None:
         """Adds a thread that has started, by the kernel's id."""
-        if self._used < layout.PYTHON_THREADS:
-            self._table[self._used] = thread
-            self._used += 1
+        position = self._used  # another thread may add one now: one of the two may be missing then
+        if position < layout.PYTHON_THREADS:
+            self._table[position] = thread
+            self._used = position + 1
             return
         self._omitted += 1
         if self._omitted >= layout.PYTHON_THREADS:  # not at each start, where so many live

@@ -29,6 +29,7 @@ There is no table yet, because no result is committed. These commands make it:
 make bench-whole                          # transformers, FastAPI, a batcher
 make bench-whole-vllm                     # vLLM
 make bench-whole-servers                  # Flask under gunicorn, grpc.aio, LitServe
+make bench-whole-engines                  # SGLang, llama-cpp-python's server, ONNX Runtime
 python -m benchmarks.whole_results        # benchmarks/results/whole.json, from what was measured
 python scripts/generate_docs.py           # this table
 ```

@@ -38,7 +38,10 @@ _MAX_SHARE_ABOVE = 0.02
 
 
 def find_waits_behind_stalls(records: Sequence[RequestRecord]) -> Any:
-    """Returns for each request the ns that it would have waited less in the queue without the stalls of others."""
+    """Returns for each request the ns that it would have waited less in the queue without the stalls of others.
+
+    Pauses of the process in its wait are no part of that: they are the stall's already.
+    """
     behind = np.zeros(len(records))
     runs = np.array([running_interval(record) for record in records], np.int64).reshape(-1, 2)
     queues = np.array([queue_interval(record) for record in records], np.int64).reshape(-1, 2)
@@ -48,16 +51,26 @@ def find_waits_behind_stalls(records: Sequence[RequestRecord]) -> Any:
     ran = np.flatnonzero(runs[:, 1] > runs[:, 0])
     rows = ran[np.argsort(begun[ran], kind="stable")]
     waits, lengths = (begun - queued)[rows], (runs[:, 1] - begun)[rows]
-    stalls = np.array([sum_cause_time(records[row], *STALL_CAUSES) for row in rows], np.int64)
-    if not waits.sum() or not stalls.sum():
+    paused = np.array([_sum_pauses(records[row], queued[row], begun[row]) for row in rows], np.int64)
+    stalls = [sum_cause_time(records[row], *STALL_CAUSES) for row in rows] - paused
+    if not waits.sum() or not stalls.clip(0).sum():
         return behind
     places = _count_places(begun[rows], runs[rows, 1])
     expected = _serve(queued[rows], lengths, places)
     if np.abs(expected - waits).sum() > _MAX_MISFIT * waits.sum():
         return behind
-    without = _serve(queued[rows], np.maximum(lengths - stalls, 0), places)
-    behind[rows] = np.minimum(expected - without, waits).clip(0)
+    without = _serve(queued[rows], (lengths - stalls.clip(0)).clip(0), places)
+    behind[rows] = (np.minimum(expected - without, waits) - paused).clip(0)
     return behind
+
+
+def _sum_pauses(record: RequestRecord, begin: int, end: int) -> int:
+    """Returns how long the process was paused in this time, ns."""
+    return sum(
+        max(min(pause.ended_at, end) - max(pause.started_at, begin), 0)
+        for pause in record.pauses
+        if pause.cause in STALL_CAUSES
+    )
 
 
 def _serve(queued: Any, lengths: Any, places: int) -> Any:

@@ -21,14 +21,15 @@ PLACES: dict[str, tuple[str, str, Callable[..., Any]]] = {
     "tokenize": ("sglang.srt.managers.tokenizer_manager", "TokenizerManager._tokenize_texts", lambda *_: True),
     "queue": ("sglang.srt.managers.scheduler", "Scheduler.get_new_batch_prefill", lambda it, *_: it.waiting_queue),
     "prefill": (_RUNNER, "ModelRunner.forward", lambda it, batch, *_: is_pass(batch, 1)),
-    "decode": (_RUNNER, "ModelRunner.forward", lambda it, batch, *_: is_pass(batch, 2)),
+    "decode": (_RUNNER, "ModelRunner.forward", lambda it, batch, *_: is_pass(batch, 3)),
     "batch": (_RUNNER, "ModelRunner.forward", lambda it, batch, *_: batch.forward_mode.is_decode()),
     "postprocess": (
         "sglang.srt.entrypoints.openai.serving_completions", "OpenAIServingCompletion._build_completion_response",
         lambda *_: True,
     ),
 }  # fmt: skip
-"""By stage: module and function, and whether a call of it is delayed."""
+"""By stage: module and function, and whether a call of it is delayed. With overlap scheduling the second pass over the model begins
+before the first token is sent, which it would delay."""
 _passes = [0]
 
 
