@@ -46,7 +46,7 @@ def receive_spans() -> None:
     counted, lock = [0], threading.Lock()
 
     class Service(trace_service_pb2_grpc.TraceServiceServicer):  # type: ignore[misc]
-        def Export(self, request: Any, context: Any) -> Any:
+        def Export(self, request: Any, context: Any) -> Any:  # noqa: N802  the name of the service
             with lock:
                 counted[0] += sum(
                     len(of_scope.spans) for one in request.resource_spans for of_scope in one.scope_spans

@@ -64,7 +64,15 @@ class TracedServer:
         kept = {name: value for name, value in os.environ.items() if not name.startswith("OTEL_")}
         paths = os.pathsep.join((SGLANG_VARIABLES["PYTHONPATH"], str(ROOT)))
         replaced = {**SGLANG_VARIABLES, "PYTHONPATH": paths, "SGLANG_WITHOUT_MODEL": "1"}
-        command = [*launcher, *OPTIONS.split(), "--model-path", self._model, "--port", str(self.port), *options]
+        command = [
+            *launcher,
+            *OPTIONS.split(),
+            "--model-path",
+            self._model,
+            "--port",
+            str(self.port),
+            *options,
+        ]
         with log.open("wb") as output:
             self._process = subprocess.Popen(
                 [sys.executable, *command], stdout=output, stderr=output, start_new_session=True,

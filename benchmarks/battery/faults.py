@@ -139,7 +139,11 @@ def draw_gc_storm(rng: random.Random, server: Server) -> Case:
 
 def draw_stalled_steps(rng: random.Random, server: Server) -> Case:
     """Some decode steps of the engine wait for something else than the model."""
-    delay = {"DELAY": "batch", "DELAY_S": f"{rng.uniform(0.15, 0.4):.3f}", "DELAY_SHARE": f"{rng.uniform(0.015, 0.03):.3f}"}
+    delay = {
+        "DELAY": "batch",
+        "DELAY_S": f"{rng.uniform(0.15, 0.4):.3f}",
+        "DELAY_SHARE": f"{rng.uniform(0.015, 0.03):.3f}",
+    }
     return Case(draw_usual(rng, server), variables=delay)
 
 

@@ -165,7 +165,9 @@ def _serve_vllm(number: int) -> ServedLoad:
 
 def _serve_sglang(number: int) -> ServedLoad:
     command = "-m sglang.launch_server --model-path {model} --served-model-name tiny --host 127.0.0.1 --port {port} --device cpu"
-    sizes = "--max-total-tokens 16384 --context-length 512 --max-running-requests 32 --mem-fraction-static 0.1"
+    sizes = (
+        "--max-total-tokens 16384 --context-length 512 --max-running-requests 32 --mem-fraction-static 0.1"
+    )
     kernels = "--attention-backend torch_native --sampling-backend pytorch"
     return ServedLoad(
         f"sglang-{number}",

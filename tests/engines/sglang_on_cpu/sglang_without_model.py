@@ -24,7 +24,9 @@ def _replace_forward(module: Any) -> None:
 
     scores: dict[int, torch.Tensor] = {}
 
-    def forward(self: Any, input_ids: Any, positions: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
+    def forward(
+        self: Any, input_ids: Any, positions: Any, forward_batch: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         count = forward_batch.batch_size
         if count not in scores:
             scores[count] = torch.zeros(count, self.config.vocab_size)

@@ -36,7 +36,9 @@ def serve(arrivals: Arrivals, places: int = 1, other_wait_ms: float = 0.0) -> li
 def make_request(at: float, begin: float, stall: float, pauses: list[Pause]) -> RequestRecord:
     """Returns a request. The pauses in its wait are no time in the queue."""
     since, until = int((at + 1) * MS), int(begin * MS)
-    seen = tuple(pause for pause in pauses if pause.started_at < until + stall * MS and pause.ended_at > since)
+    seen = tuple(
+        pause for pause in pauses if pause.started_at < until + stall * MS and pause.ended_at > since
+    )
     paused = sum(max(min(pause.ended_at, until) - max(pause.started_at, since), 0) for pause in seen)
     wait = begin - at - 1
     record = make_record(at, {"ingress": 1, "work_queue": wait, "decode": RUN_MS + stall, "egress": 1})
