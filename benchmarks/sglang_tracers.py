@@ -162,7 +162,7 @@ def _start_servers(
         OWN: ((), {"OTEL_INFER_ENABLED": "off"}, own_options),
         BARE: ((), {"OTEL_INFER_ENABLED": "off"}, ()),
     }
-    servers = {}
+    servers: dict[str, TracedServer] = {}
     for name, (launcher, environ, options) in kinds.items():
         server = TracedServer(model, folder / f"{len(servers)}.log", launcher, environ, *options)
         stack.callback(server.close)
