@@ -45,6 +45,7 @@ _KNOWN_ATTRIBUTES = frozenset(
         semconv.URL_PATH,
         semconv.SERVER_ADDRESS,
         semconv.SERVER_PORT,
+        semconv.EXECUTION_PROVIDER,
     )
 )
 _NUMBERS = frozenset((*events.BATCH_KEYS, semconv.ITEMS, semconv.SEND_WAIT))
