@@ -10,7 +10,7 @@ from pathlib import Path
 
 import uvicorn
 from llama_cpp.server.app import create_app
-from llama_cpp.server.settings import ModelSettings
+from llama_cpp.server.settings import ModelSettings, ServerSettings
 
 from tests.engines.gguf_models import Shape, make_gguf
 
@@ -22,7 +22,7 @@ def main() -> None:
     folder = Path(sys.argv[2])
     path = make_gguf(folder / "model.gguf", folder, SHAPE)
     settings = ModelSettings(model=str(path), n_ctx=SHAPE.context, n_threads=1, n_batch=512, verbose=False)
-    app = create_app(model_settings=[settings])
+    app = create_app(server_settings=ServerSettings(), model_settings=[settings])
 
     @app.get("/health")
     def report_health() -> str:
