@@ -1,6 +1,6 @@
 """Lists the threads that Python has started, in the header page of the request ring.
 
-Native libraries start threads as well (OpenMP, ggml, ONNX Runtime), which compute for whoever calls them. From outside the
+Native libraries start threads as well (OpenMP, ggml, ONNX Runtime), which compute for the threads that call them. From outside the
 two kinds look alike, so the process tells the sidecar its own: all when the ring is made, then each one that starts.
 """
 

@@ -80,7 +80,7 @@ def test_use_is_divided(kernel: FakeKernel, probe: CpuUsageProbe) -> None:
 
 
 def test_threads_of_native_libraries_are_no_others(kernel: FakeKernel, probe: CpuUsageProbe) -> None:
-    """OpenMP, ggml or ONNX Runtime start them, and they compute for whoever calls the library."""
+    """OpenMP, ggml or ONNX Runtime start them, and they compute for the threads that call the library."""
     kernel.cpu_ticks[NATIVE] = 0
     kernel.read(probe)
     kernel.at += SECOND
