@@ -18,30 +18,24 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks import machine
+from benchmarks import machine, sglang_on_cpu
 from benchmarks.battery.load import Load, TimedRequest
 from benchmarks.grpc_receiver import GrpcReceiver
 from benchmarks.receiver import Receiver
 from benchmarks.verdict import Gate, Line, estimate_median, make_line
-from benchmarks.whole.servers import SGLANG_VARIABLES
 from benchmarks.whole.switched_server import VARIABLES, list_descendants, read_command
+from otel_infer.cli.demo.command import wait_until_healthy
 from otel_infer.cli.demo.free_port import find_free_port
 from otel_infer.cli.demo.model import make_demo_model
 
-ROOT = Path(__file__).parents[1]
 SIZES, TOKENS, WORDS = (8, 64, 256), 200, 12
 ROUNDS, QUICK_ROUNDS = 8, 1
 START_S, SETTLE_S, EXPORT_S = 240.0, 0.3, 1.5
-OPTIONS = (
-    "-m sglang.launch_server --served-model-name tiny --host 127.0.0.1 --device cpu --mem-fraction-static 0.1 "
-    "--attention-backend torch_native --sampling-backend pytorch --max-total-tokens 131072 --context-length 4096 "
-    "--max-running-requests 256"
-)
+SERVER_SIZES = "--max-total-tokens 131072 --context-length 4096 --max-running-requests 256"
 OURS, OWN, BARE = "our hooks", "SGLang's tracer", "no tracing"
 SCHEDULER = "sglang::scheduler"
 FIELDS = {"ignore_eos": True}
@@ -60,36 +54,22 @@ class TracedServer:
     def __init__(
         self, model: Path, log: Path, launcher: Sequence[str], environ: dict[str, str], *options: str
     ) -> None:
-        self.port, self._model, self._log = find_free_port(), str(model), log
+        self.port, self._log = find_free_port(), log
         kept = {name: value for name, value in os.environ.items() if not name.startswith("OTEL_")}
-        paths = os.pathsep.join((SGLANG_VARIABLES["PYTHONPATH"], str(ROOT)))
-        replaced = {**SGLANG_VARIABLES, "PYTHONPATH": paths, "SGLANG_WITHOUT_MODEL": "1"}
-        command = [
-            *launcher,
-            *OPTIONS.split(),
-            "--model-path",
-            self._model,
-            "--port",
-            str(self.port),
-            *options,
-        ]
+        replaced = {**sglang_on_cpu.VARIABLES, "SGLANG_WITHOUT_MODEL": "1"}
+        values = {"{model}": str(model), "{port}": str(self.port)}
+        started = [values.get(part, part) for part in sglang_on_cpu.make_command(SERVER_SIZES)]
+        command = [*launcher, *started, *options]
         with log.open("wb") as output:
             self._process = subprocess.Popen(
-                [sys.executable, *command], stdout=output, stderr=output, start_new_session=True,
+                command, stdout=output, stderr=output, start_new_session=True,
                 env={**kept, **VARIABLES, **replaced, **environ},
             )  # fmt: skip
-        self._wait_until_ready()
+        url = f"http://127.0.0.1:{self.port}"
+        if not wait_until_healthy(url, lambda: self._process.poll() is None, START_S):
+            raise RuntimeError(f"SGLang was not ready in time:\n{self._read_log()}")
         processes = self._list_processes()
         self._scheduler = next(pid for pid in processes if SCHEDULER in read_command(pid))
-
-    def _wait_until_ready(self) -> None:
-        deadline = time.monotonic() + START_S
-        while time.monotonic() < deadline and self._process.poll() is None:
-            with contextlib.suppress(OSError):
-                urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=5).close()
-                return
-            time.sleep(0.3)
-        raise RuntimeError(f"SGLang was not ready in time:\n{self._log.read_text(errors='replace')[-4000:]}")
 
     def take_turn(self, size: int) -> CpuTime:
         """Returns what a step with so many requests running takes. Raises RuntimeError if one is refused."""
@@ -103,8 +83,11 @@ class TracedServer:
         self.send_signal(signal.SIGSTOP)
         refused = {answer.status for answer in answers} - {200}
         if refused:
-            raise RuntimeError(f"SGLang answers {refused}:\n{self._log.read_text(errors='replace')[-4000:]}")
+            raise RuntimeError(f"SGLang answers {refused}:\n{self._read_log()}")
         return CpuTime(*((end - begin) / TOKENS for begin, end in zip(before, after)))
+
+    def _read_log(self) -> str:
+        return self._log.read_text(errors="replace")[-4000:]
 
     def _read_cpu(self) -> CpuTime:
         everything = sum(machine.read_cpu_ns(pid) for pid in self._list_processes())
@@ -158,7 +141,7 @@ def _start_servers(
     output = {"OTEL_EXPORTER_OTLP_ENDPOINT": endpoint, "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf"}
     own_options = ("--enable-trace", "--otlp-traces-endpoint", own_endpoint.removeprefix("http://"))
     kinds: dict[str, tuple[tuple[str, ...], dict[str, str], tuple[str, ...]]] = {
-        OURS: (("-m", "otel_infer", "run", "--", sys.executable), output, ()),
+        OURS: ((sys.executable, "-m", "otel_infer", "run", "--"), output, ()),
         OWN: ((), {"OTEL_INFER_ENABLED": "off"}, own_options),
         BARE: ((), {"OTEL_INFER_ENABLED": "off"}, ()),
     }

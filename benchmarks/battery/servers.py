@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import sys
 from dataclasses import dataclass, field
-from pathlib import Path
+
+from benchmarks import sglang_on_cpu
 
 PROGRAMS = "benchmarks.battery.programs"
-ROOT = Path(__file__).resolve().parents[2]
 VLLM_VARIABLES = {"VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_HOST_IP": "127.0.0.1"}
 
 
@@ -57,16 +56,9 @@ VLLM_OPTIONS = (
     "--max-num-seqs 8 --enforce-eager"
 )
 
-SGLANG = (sys.executable, "-m", "sglang.launch_server")
-SGLANG_OPTIONS = (
-    "--model-path {model} --served-model-name tiny --host 127.0.0.1 --port {port} --device cpu --mem-fraction-static 0.1 "
-    "--attention-backend torch_native --sampling-backend pytorch --max-total-tokens 16384 --context-length 4096 "
-    "--max-running-requests 8 --chunked-prefill-size 512"
+SGLANG_SIZES = (
+    "--max-total-tokens 16384 --context-length 4096 --max-running-requests 8 --chunked-prefill-size 512"
 )
-SGLANG_VARIABLES = {
-    "SGLANG_USE_CPU_ENGINE": "1",
-    "PYTHONPATH": f"{ROOT / 'tests' / 'engines' / 'sglang_on_cpu'}{os.pathsep}{ROOT}",
-}
 
 SERVERS = {
     server.name: server
@@ -88,8 +80,8 @@ SERVERS = {
             "chat-stream", 4.0, (16, 40), "vllm", VLLM_VARIABLES, {"ignore_eos": True},
         ),
         Server(
-            "sglang", "SGLang on a CPU", (*SGLANG, *SGLANG_OPTIONS.split()),
-            "chat-stream", 3.0, (16, 40), "sglang", SGLANG_VARIABLES, {"ignore_eos": True},
+            "sglang", "SGLang on a CPU", sglang_on_cpu.make_command(SGLANG_SIZES),
+            "chat-stream", 3.0, (16, 40), "sglang", sglang_on_cpu.VARIABLES, {"ignore_eos": True},
         ),
         Server(
             "llama-cpp", "llama-cpp-python, its server", _run_program("llama_server"),

@@ -7,8 +7,9 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
+
+from benchmarks import sglang_on_cpu
 
 TOKENS = 96
 PROGRAMS = "benchmarks.whole.programs"
@@ -16,11 +17,6 @@ ON_CPU = "--device cpu --cb-num-blocks 256 --cb-max-batch-tokens 512"
 CHAT = "/v1/chat/completions"
 DECODE_ONLY = json.dumps({"kv_connector": "DecodeBenchConnector", "kv_role": "kv_both"})
 COUNT_TOKENS = {"include_usage": True, "continuous_usage_stats": True}
-SGLANG_VARIABLES = {
-    "SGLANG_USE_CPU_ENGINE": "1",
-    "PYTHONPATH": str(Path(__file__).parents[2] / "tests" / "engines" / "sglang_on_cpu"),
-}
-"""Its kernels are replaced, because its releases have none for a CPU."""
 VLLM_VARIABLES = {"VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_HOST_IP": "127.0.0.1"}
 
 
@@ -164,19 +160,15 @@ def _serve_vllm(number: int) -> ServedLoad:
 
 
 def _serve_sglang(number: int) -> ServedLoad:
-    command = "-m sglang.launch_server --model-path {model} --served-model-name tiny --host 127.0.0.1 --port {port} --device cpu"
-    sizes = (
-        "--max-total-tokens 16384 --context-length 512 --max-running-requests 32 --mem-fraction-static 0.1"
-    )
-    kernels = "--attention-backend torch_native --sampling-backend pytorch"
+    sizes = "--max-total-tokens 16384 --context-length 512 --max-running-requests 32"
     return ServedLoad(
         f"sglang-{number}",
         f"SGLang on a CPU, {_name_streams(number)}",
-        (sys.executable, *f"{command} {sizes} {kernels}".split()),
+        sglang_on_cpu.make_command(sizes),
         "streams",
         number,
         _stream_options(model="tiny", extra={"ignore_eos": True, "stream_options": COUNT_TOKENS}),
-        SGLANG_VARIABLES,
+        sglang_on_cpu.VARIABLES,
     )
 
 

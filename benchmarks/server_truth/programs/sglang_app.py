@@ -7,19 +7,14 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.engines.sglang_on_cpu.torchvision_operators import declare_operators
+from benchmarks import sglang_on_cpu
 from tests.support.tiny import make_model
 
-SHIMS = Path(__file__).parents[3] / "tests" / "engines" / "sglang_on_cpu"
-OPTIONS = (
-    "--served-model-name tiny --host 127.0.0.1 --device cpu --mem-fraction-static 0.1 --attention-backend torch_native "
-    "--sampling-backend pytorch --max-total-tokens 16384 --context-length 512 --max-running-requests 8"
-)
+SIZES = "--max-total-tokens 16384 --context-length 512 --max-running-requests 8"
 
 if __name__ == "__main__":
     os.environ["SGLANG_USE_CPU_ENGINE"] = os.environ["OMP_NUM_THREADS"] = "1"
-    os.environ["PYTHONPATH"] += f"{os.pathsep}{SHIMS}"  # after our own sitecustomize, which runs the next one
-    declare_operators()
-    model = make_model(Path(tempfile.mkdtemp()) / "tiny")
-    options = ["--model-path", str(model), "--port", sys.argv[1], *OPTIONS.split()]
-    os.execv(sys.executable, [sys.executable, "-m", "sglang.launch_server", *options])
+    # After our own sitecustomize, which runs the next one.
+    os.environ["PYTHONPATH"] += f"{os.pathsep}{sglang_on_cpu.REPLACEMENTS}"
+    values = {"{model}": str(make_model(Path(tempfile.mkdtemp()) / "tiny")), "{port}": sys.argv[1]}
+    os.execv(sys.executable, [values.get(part, part) for part in sglang_on_cpu.make_command(SIZES)])

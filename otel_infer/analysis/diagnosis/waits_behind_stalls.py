@@ -20,17 +20,20 @@ from otel_infer import semconv
 from otel_infer.analysis.diagnosis.queueing import queue_interval, running_interval
 from otel_infer.analysis.diagnosis.slow_requests import sum_cause_time
 from otel_infer.assembly.records.request import RequestRecord
+from otel_infer.semconv import causes
 
-STALL_CAUSES = (
-    semconv.CAUSE_GC,
-    semconv.CAUSE_COMPILE,
-    semconv.CAUSE_CAPTURE,
-    semconv.CAUSE_PAGE_FAULTS,
-    semconv.CAUSE_BLOCKED,
-    semconv.CAUSE_RAN_LONGER,
-    semconv.CAUSE_PAUSE,
+_OTHER_COMPLAINTS = (
+    semconv.CAUSE_STARVED,
+    semconv.CAUSE_THROTTLED,
+    semconv.CAUSE_INTERFERENCE,
+    semconv.CAUSE_PREEMPTION,
 )
-"""Stalls of the process or of the thread that computes. A lack of cores is another complaint."""
+STALL_CAUSES = tuple(
+    row.name
+    for row in causes.CAUSE_TABLE
+    if row.group == causes.GROUP_STALL and not row.is_warmup and row.name not in _OTHER_COMPLAINTS
+)
+"""Stalls of the process or of the thread that computes. A lack of cores, other requests and warm-up are other complaints."""
 _MAX_MISFIT = 0.2
 """Share of the waiting time by which the waits of the calculation may differ from the measured ones."""
 _MAX_SHARE_ABOVE = 0.02
