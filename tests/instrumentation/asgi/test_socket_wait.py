@@ -67,11 +67,15 @@ def find_accepts(seen: Seen) -> list[events.StageEnded]:
 
 
 def assert_waited(watched: Watched, took: float) -> None:
-    """Asserts that the last request to arrive waited as long as the loop was blocked, and that no other did."""
+    """Asserts that the last request to arrive waited as long as the loop was blocked, and that no other did.
+
+    On a busy machine the others wait a few milliseconds for a core.
+    """
     *others, waited = ended(watched, 3)
-    assert not [accept for seen in others for accept in find_accepts(seen)]
-    (accept,) = find_accepts(waited)
     expected = (BLOCKED_S - SENT_AFTER_S) * 1e9
+    waits = [accept.at - accept.started_at for seen in others for accept in find_accepts(seen)]
+    assert all(wait < expected / 4 for wait in waits), waits
+    (accept,) = find_accepts(waited)
     assert expected / 2 < accept.at - accept.started_at <= took + TICK_NS
     record = record_of(waited)
     assert record.arrived_at == accept.started_at
