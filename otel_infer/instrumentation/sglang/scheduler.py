@@ -55,6 +55,8 @@ def _patch_completion(original: Callable[..., Any], hook: Hook) -> Callable[...,
         scheduled = _get_scheduled(self) if hook.alive else None
         if scheduled is not None:
             call_safely(hook, scheduled.finish)
+        if hook.alive:
+            call_safely(hook, SglangSteps.note_end)
         return original(self, *args, **kwargs)
 
     return set_completion_time
@@ -92,9 +94,8 @@ def _patch_release(original: Callable[..., Any], hook: Hook) -> Callable[..., An
 @instrumentor.patch_hot_path(f"{SCHEDULER}.run_batch", reads=("batch",), part=STEPS)
 def _patch_run_batch(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     def run_batch(self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        steps = call_safely(hook, SglangSteps.find, self) if hook.alive else None
-        if steps is not None:
-            call_safely(hook, steps.record_scheduled, batch, self.forward_ct + 1)
+        if hook.alive:
+            call_safely(hook, SglangSteps.record_scheduled, self, batch)
         return original(self, batch, *args, **kwargs)
 
     return run_batch
@@ -103,13 +104,10 @@ def _patch_run_batch(original: Callable[..., Any], hook: Hook) -> Callable[..., 
 @instrumentor.patch_hot_path(f"{SCHEDULER}.process_batch_result", reads=("batch", "result"), part=STEPS)
 def _patch_process_result(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     def process_batch_result(self: Any, batch: Any, result: Any, *args: Any, **kwargs: Any) -> Any:
-        steps = call_safely(hook, SglangSteps.find, self) if hook.alive else None
-        if steps is None:
-            return original(self, batch, result, *args, **kwargs)
-        launched = call_safely(hook, steps.begin_processing, batch)
+        delivered = call_safely(hook, SglangSteps.begin_processing, self, batch) if hook.alive else None
         processed = original(self, batch, result, *args, **kwargs)
-        if launched is not None:
-            call_safely(hook, steps.record_done, launched, batch)
+        if delivered is not None:
+            call_safely(hook, SglangSteps.record_done, self, delivered, batch)
         return processed
 
     return process_batch_result

@@ -50,35 +50,50 @@ class ScheduledRequest:
         self._ended = True
         reason = reason or str(req.finished_reason.to_json()["type"] if req.finished_reason else "stop")
         self.fragment.record_event(events.EngineFinished(_clock.now(), reason, len(req.output_ids)))
-        steps = _last_steps.get()
-        if steps is not None:
-            steps.note_end()
         self._release()
 
 
+DECODE, PREFILL, SPECULATIVE = range(3)
+"""How many tokens a step delivers to a member: one, one with the last chunk of its prompt, or several."""
+
+
 class LaunchedStep(NamedTuple):
-    """A step whose results have not been processed. `delivered`: the tokens of each member; empty = one of each."""
+    """A step of which the results have not been processed."""
 
     step: int
     size: int
-    delivered: bytes
-    discarded: int
-    lengths: tuple[int, ...]
+    kind: int
+
+
+class DeliveredTokens(NamedTuple):
+    """What a step will deliver. `counts`: the tokens of each member; empty = one of each. `lengths`: the tokens that each
+    member has before, of a step that delivers several."""
+
+    launched: LaunchedStep
+    counts: bytes = b""
+    discarded: int = 0
+    lengths: tuple[int, ...] = ()
 
 
 class SglangSteps:
     """Records the steps of one scheduler. `launched`: those without results, by their `forward_iter`.
 
-    `mixed_until`: a request has left the batch; steps up to this one may have computed for it in vain.
+    `mixed_until`: a request has left the batch; steps up to this one may have computed for it in vain. `has_ended`: a request
+    has left since the batch was last known to hold others.
     """
 
-    __slots__ = ("__weakref__", "_blocks", "_scheduler", "_total", "launched", "mixed_until", "writer")
+    __slots__ = (
+        *("__weakref__", "_blocks", "_known_mode", "_known_kind", "_total"),
+        *("has_ended", "launched", "mixed_until", "writer"),
+    )
 
     def __init__(self, scheduler: Any, writer: BatchWriter) -> None:
-        self.writer, self._scheduler = writer, weakref.ref(scheduler)
+        self.writer = writer
         writer.pack_handles = _pack_handles
-        self.launched: dict[int, tuple[int, int]] = {}
-        self.mixed_until = 0
+        self.launched: dict[int, LaunchedStep] = {}
+        self.mixed_until, self.has_ended = 0, False
+        self._known_mode: Any = None
+        self._known_kind = DECODE
         self._total = int(scheduler.max_total_num_tokens)
         self._blocks = KvBlockSizeRecorder(ENGINE, writer.number, 1)
 
@@ -96,61 +111,81 @@ class SglangSteps:
         _last_steps.set(steps)
         return steps
 
-    def record_scheduled(self, batch: Any, number: int) -> None:
-        """Records a batch that is about to run as SGLang's `number`th."""
-        scheduler, reqs = self._scheduler(), batch.reqs
-        if scheduler is None or not reqs or batch.forward_mode.is_idle():
+    @staticmethod
+    def record_scheduled(scheduler: Any, batch: Any) -> None:
+        """Records a batch that this scheduler is about to run. A batch without requests is none."""
+        steps, reqs = SglangSteps.find(scheduler), batch.reqs
+        if steps is None or not reqs:
             return
-        column = b""
-        if batch.forward_mode.is_extend():
+        kind, column = steps._find_kind(batch), b""
+        if kind == PREFILL:
             lengths = list(batch.extend_lens or ())
             if len(lengths) == len(reqs):
                 column = array("I", lengths).tobytes()
-            self._record_prefixes(batch)
-            self._blocks.record_if_due(_clock.now())
+            _record_prefixes(batch)
+            steps._blocks.record_if_due(_clock.now())
         free = scheduler.token_to_kv_pool_allocator.available_size() + scheduler.tree_cache.evictable_size()
-        load = max(self._total - free, 0), self._total, len(reqs), len(scheduler.waiting_queue)
-        self.launched[number] = self.writer.write_scheduled(list(reqs), (), column, *load), len(reqs)
+        load = max(steps._total - free, 0), steps._total, len(reqs), len(scheduler.waiting_queue)
+        step = steps.writer.write_scheduled(list(reqs), (), column, *load)
+        steps.launched[scheduler.forward_ct + 1] = LaunchedStep(step, len(reqs), kind)
 
-    def _record_prefixes(self, batch: Any) -> None:
-        for req, cached in zip(batch.reqs, batch.prefix_lens or ()):
-            scheduled = req.time_stats.__dict__.get(STATE)
-            if scheduled is not None and not req.output_ids:
-                scheduled.record_prefix(cached)
+    def _find_kind(self, batch: Any) -> int:
+        """Returns how this batch delivers tokens. Modes are members of an enumeration, and few: the last one is kept."""
+        if batch.forward_mode is not self._known_mode:
+            self._known_mode = batch.forward_mode
+            decode = DECODE if batch.spec_algorithm.is_none() else SPECULATIVE
+            self._known_kind = PREFILL if batch.forward_mode.is_extend() else decode
+        return self._known_kind
 
-    def begin_processing(self, batch: Any) -> LaunchedStep | None:
-        """Returns the step of a batch whose results are processed now, with what it will deliver."""
-        number = batch.forward_iter
-        step, size = self.launched.pop(number, (0, 0))
+    @staticmethod
+    def begin_processing(scheduler: Any, batch: Any) -> DeliveredTokens | None:
+        """Returns what the step will deliver of which the results are processed now; None if it was not recorded."""
+        steps = SglangSteps.find(scheduler)
+        launched = steps.launched.pop(batch.forward_iter, None) if steps is not None else None
+        if steps is None or launched is None:
+            return None
         reqs = batch.reqs
-        if not step or size != len(reqs):
-            return LaunchedStep(step, size, b"", 0, ()) if step else None
-        if batch.forward_mode.is_extend():
+        if launched.size != len(reqs):
+            return DeliveredTokens(launched)
+        if launched.kind == PREFILL:
             tokens = [int(req.inflight_middle_chunks <= 0 and not _has_left(req)) for req in reqs]
-            return LaunchedStep(step, size, array("I", tokens).tobytes(), 0, ())
-        if not batch.spec_algorithm.is_none():
-            return LaunchedStep(step, size, b"", 0, tuple([len(req.output_ids) for req in reqs]))
-        if number > self.mixed_until:
-            return LaunchedStep(step, size, b"", 0, ())
+            return DeliveredTokens(launched, array("I", tokens).tobytes())
+        if launched.kind == SPECULATIVE:
+            return DeliveredTokens(launched, lengths=tuple([len(req.output_ids) for req in reqs]))
+        if batch.forward_iter > steps.mixed_until:
+            return DeliveredTokens(launched)
         tokens = [int(not _has_left(req)) for req in reqs]
-        return LaunchedStep(step, size, array("I", tokens).tobytes(), size - sum(tokens), ())
+        return DeliveredTokens(launched, array("I", tokens).tobytes(), launched.size - sum(tokens))
 
-    def record_done(self, launched: LaunchedStep, batch: Any) -> None:
+    @staticmethod
+    def record_done(scheduler: Any, delivered: DeliveredTokens, batch: Any) -> None:
         """Records that the results of a step are processed."""
-        column = launched.delivered
-        if launched.lengths:
-            grown = [len(req.output_ids) - before for req, before in zip(batch.reqs, launched.lengths)]
-            column = array("I", [max(count, 0) for count in grown]).tobytes()
-        self.writer.write_done(launched.step, column, launched.size, launched.discarded)
-        scheduler = self._scheduler()
-        if not self.launched and scheduler is not None and not scheduler.waiting_queue:
-            running = scheduler.running_batch
+        steps, (step, size, _) = SglangSteps.find(scheduler), delivered.launched
+        if steps is None:
+            return
+        counts = delivered.counts
+        if delivered.lengths:
+            grown = [len(req.output_ids) - before for req, before in zip(batch.reqs, delivered.lengths)]
+            counts = array("I", [max(count, 0) for count in grown]).tobytes()
+        steps.writer.write_done(step, counts, size, delivered.discarded)
+        if steps.has_ended and not steps.launched and not scheduler.waiting_queue:
+            steps.has_ended, running = False, scheduler.running_batch
             if running is None or all(map(_has_left, running.reqs)):
-                self.writer.clear_batch()
+                steps.writer.clear_batch()
 
-    def note_end(self) -> None:
+    @staticmethod
+    def note_end() -> None:
         """Notes that a request has left the batch, of which steps may be in flight."""
-        self.mixed_until = max(self.launched, default=0)
+        steps = _last_steps.get()
+        if steps is not None:
+            steps.has_ended, steps.mixed_until = True, max(steps.launched, default=0)
+
+
+def _record_prefixes(batch: Any) -> None:
+    for req, cached in zip(batch.reqs, batch.prefix_lens or ()):
+        scheduled = req.time_stats.__dict__.get(STATE)
+        if scheduled is not None and not req.output_ids:
+            scheduled.record_prefix(cached)
 
 
 class _LastSteps:

@@ -1,5 +1,5 @@
 /* Records the plain steps of `generate`, as `generate.wrap_has_unfinished_sequences` does in Python, but as C. Calls of a
- * detokenizer pass once those of the run are sampled, as in `tokenization._wrap_decode`. */
+ * detokenizer pass without a request, and once those of the run are sampled, as in `tokenization._wrap_decode`. */
 #include "../../ringbuffer/_native.h"
 
 enum { LAUNCHED, RUN, SINGLE_TOKENS, UNCHANGED, WAITED, NAMES };
@@ -123,10 +123,20 @@ static PyObject *check_unfinished(CompiledHook *self, PyObject *arguments, PyObj
     return result;
 }
 
+/* Returns whether no request is current. `details`: the variable of the context and the key of the request, or None. */
+static int is_without_request(CompiledHook *self)
+{
+    if (!PyTuple_Check(self->details)) return 0;
+    PyObject *found = find_current_request(PyTuple_GetItem(self->details, 0), PyTuple_GetItem(self->details, 1));
+    Py_XDECREF(found);
+    return found == Py_None;
+}
+
 static PyObject *detokenize(CompiledHook *self, PyObject *arguments, PyObject *named)
 {
     PyObject *found = find_run(self);
-    int passes = found != NULL && found != Py_None && ((GenerationState *)found)->is_detokenizing_sampled;
+    int passes = found == Py_None ? is_without_request(self)
+                                  : found != NULL && ((GenerationState *)found)->is_detokenizing_sampled;
     Py_XDECREF(found);
     return PyObject_Call(passes ? self->original : self->call_slowly, arguments, named);
 }

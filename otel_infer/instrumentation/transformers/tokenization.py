@@ -18,10 +18,13 @@ from otel_infer.instrumentation.hooks.thread_counters import record_thread_run
 from otel_infer.instrumentation.transformers._instrumentor import ENGINE, instrumentor
 from otel_infer.instrumentation.transformers.generation_run import compiled_state, thread_state
 from otel_infer.ringbuffer import events
-from otel_infer.tracing import start
+from otel_infer.tracing import context, start
+from otel_infer.tracing.request_span import REQUEST_KEY
 
 _TOKENIZER = "transformers.tokenization_utils_base:PreTrainedTokenizerBase"
 _PROCESSOR = "transformers.processing_utils:ProcessorMixin"
+_current = None if context.variable is None else (context.variable, REQUEST_KEY)
+"""Where compiled code finds the current request."""
 
 
 def _wrap_tokenize(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
@@ -69,7 +72,7 @@ def _wrap_decode(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]
                 spent_ns = _clock.now() - started_at
                 run.is_detokenizing_sampled = run.detokenize_sample.add_output(1, spent_ns)
 
-    return compile_hook("detokenizer", compiled_state, original, hook, decode_tokens)
+    return compile_hook("detokenizer", compiled_state, original, hook, decode_tokens, _current)
 
 
 def _token_count(result: Any) -> int:

@@ -763,6 +763,21 @@ def test_streamer_backpressure_is_not_detokenization_time(
     assert generating.request.detokenize_ns == 0
 
 
+@pytest.mark.parametrize("state", [generation_run.compiled_state, None], ids=["compiled", "python"])
+def test_detokenization_is_timed_for_a_current_request_only(
+    state: object, recording: Recording, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenization, "compiled_state", state)
+    decode = tokenization._wrap_decode(lambda tokens: f"{tokens} words", Hook("decode"))
+    request = request_of()
+    assert decode(3) == "3 words"
+    assert request.detokenize_ns == 0
+    token = request.attach()
+    assert decode(3) == "3 words"
+    detach(token)
+    assert request.detokenize_ns > 0
+
+
 @pytest.mark.parametrize(
     ("given", "supports", "ends"),
     [({"pixel_values": 1}, True, True), ({"pixel_values": 1}, False, False), ({"input_ids": 1}, True, False)],
