@@ -119,7 +119,7 @@ def record_place(request: request_span.RequestSpan, library: ModelLibrary, model
     """Records where the model runs, if the library tells it."""
     place = library.read_place(model) if library.read_place is not None else ""
     if place:
-        request.record_attribute(events.EXECUTION_PROVIDER, place)
+        request.set_execution_provider(place)
 
 
 def wrap_call(library: ModelLibrary | Callable[[Any], ModelLibrary], count_rows: Rows) -> WrapperFactory:

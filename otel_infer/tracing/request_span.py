@@ -127,6 +127,13 @@ class RequestSpan(RequestState, trace.Span):
             else:  # the string table would cut it
                 self._record_attributes(*zip(events.OPERATION_KEYS, names))
 
+    def set_execution_provider(self, provider: str) -> None:
+        """Records where the model runs."""
+        if len(provider) <= MAX_SHORT_NAME:
+            self.record_event(events.make_tuple(events.ModelPlaced, (_clock.now(), provider)))
+        else:  # the string table would cut it
+            self.record_attribute(events.EXECUTION_PROVIDER, provider)
+
     def expect_operation(self, operation: str, provider: str, model: str) -> None:
         """Stores the names of an inference that is still prepared. They are recorded if it fails on the way.
 

@@ -321,6 +321,7 @@ HANDLERS: dict[type, Callable[[OpenRequest, Any], None]] = {
     ring_events.SpanLinked: lambda request, event: request.links.append(UserLink(event[1], event[2], {})),
     ring_events.LinkDescribed: _describe_link,
     ring_events.OperationNamed: _attributes_setter(ring_events.OPERATION_KEYS),
+    ring_events.ModelPlaced: _attributes_setter(ring_events.PLACE_KEYS),
     ring_events.BatchFormed: _attributes_setter(ring_events.BATCH_KEYS),
     ring_events.CallServed: _attributes_setter(ring_events.RPC_KEYS),
     ring_events.HttpDescribed: _attributes_setter(ring_events.HTTP_KEYS),

@@ -43,6 +43,7 @@ from otel_infer.ringbuffer.events.requests import (
     FirstTokenSent,
     LinkDescribed,
     NameUpdated,
+    ModelPlaced,
     OperationNamed,
     PrefixRead,
     RequestArrived,
@@ -135,6 +136,7 @@ REQUEST_LAYOUTS: tuple[EventLayout, ...] = (
     _make_layout(45, ServerBound, "q S I"),
     _make_layout(46, BatchFormed, "q I"),
     _make_layout(47, CallServed, "q S S S"),
+    _make_layout(48, ModelPlaced, "q S"),
     _make_layout(41, HttpServed, "q q H S S S S"),
 )
 LAYOUT_BY_EVENT: Mapping[type, EventLayout] = {layout.event: layout for layout in REQUEST_LAYOUTS}
@@ -148,6 +150,7 @@ TEXT_CODES: Mapping[type, int] = {
     StateCarried: 35,
     LinkDescribed: 40,
 }
+_ATTRIBUTE_CODE = TEXT_CODES[AttributeSet]
 _TEXT_EVENTS: Mapping[int, Callable[..., Any]] = {code: event for event, code in TEXT_CODES.items()}
 
 
@@ -227,10 +230,17 @@ def unpack_joined(layout: EventLayout, joined: bytes, text_of: Callable[[int], s
     return [*map(make_tuple, repeat(event), zip(*columns))]
 
 
+_match_plain_text = re.compile(rb'\[(0|[1-9]\d{0,17}),"([ !#-\[\]-~]*)","([ !#-\[\]-~]*)"\]\0*').fullmatch
+"""Matches an `AttributeSet` whose value is a text that JSON writes as it is; its instant is below `MAX_INSTANT`."""
+
+
 def _unpack_text(code: int, body: bytes) -> Any:
     """Returns the free-text event with this code; raises `ValueError` for an invalid one."""
     if code not in _TEXT_EVENTS:
         raise ValueError(f"unknown event code {code}")
+    plain = _match_plain_text(body) if code == _ATTRIBUTE_CODE else None
+    if plain is not None:
+        return AttributeSet(int(plain[1]), plain[2].decode(), plain[3].decode())
     event = _TEXT_EVENTS[code](*map(to_plain, decode_json(body.rstrip(b"\0"))))
     if type(event.at) is not int or not 0 <= event.at < MAX_INSTANT:
         raise ValueError("the instant is not a whole number of ns, or outside of the clock")

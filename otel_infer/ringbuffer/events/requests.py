@@ -212,6 +212,13 @@ class OperationNamed(NamedTuple):
     model: str
 
 
+class ModelPlaced(NamedTuple):
+    """The request's model runs on this execution provider or device. An attribute that needs no JSON."""
+
+    at: int
+    provider: str
+
+
 class SpanEventAdded(NamedTuple):
     """Event that user code added to the live request span."""
 
@@ -271,13 +278,15 @@ class StepsUnrecorded(NamedTuple):
 
 BATCH_KEYS = (semconv.BATCH_REQUESTS,)
 """The attribute that `BatchFormed` stands for."""
+PLACE_KEYS = (semconv.EXECUTION_PROVIDER,)
+"""The attribute that `ModelPlaced` stands for."""
 OPERATION_KEYS = semconv.OPERATION_NAME, semconv.PROVIDER_NAME, semconv.REQUEST_MODEL
 """The attributes that `OperationNamed` stands for, in the order of its fields."""
 
 REQUEST_EVENTS = (
     RequestArrived, StageEnded, BytesMoved, CacheHeld, RequestSubmitted, RequestReceived, RequestScheduled,
     RequestPreempted, PrefixRead, TokensDrafted, TokenReached, FirstTokenSent, ResponseStarted, EngineFinished,
-    RequestEnded, AttributeSet, OperationNamed, SpanEventAdded, SpanLinked, LinkDescribed, NameUpdated,
+    RequestEnded, AttributeSet, OperationNamed, ModelPlaced, SpanEventAdded, SpanLinked, LinkDescribed, NameUpdated,
     StateCarried, SpanUnseen, StepsUnrecorded, BatchFormed,
 )  # fmt: skip
 """The types that this module defines."""

@@ -21,6 +21,7 @@ EVENTS = (
     events.AttributeSet(9, "key", "a long value " * 9),
     events.ExchangeEnded(10, 0, "", 200, 1, 5, 0, "/embed", events.HTTP_CODES["POST", "http"] + 1),
     events.OperationNamed(11, "chat", "torch", "m"),
+    events.ModelPlaced(11, "CPUExecutionProvider"),
     events.EngineFinished(12, "stop", 3),
     events.SpanEventAdded(13, "event", {"a": "b" * 40}),
 )

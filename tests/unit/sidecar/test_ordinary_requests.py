@@ -226,8 +226,9 @@ WAITS = ("queue wait", 0.5, 1.0, 0), ("batch wait", 0.0, 2.0, 4)
         Served(names_operation=True, stages=(("tokenize", 0.5, 1.0, 1), FORWARD), response=0.5),
         Served(flags=events.SAMPLED, operation="forward", name="", route="", stages=(FORWARD,), ended=(0, "", 0, 0, 0, 0)),
         Served(names_operation=True, stages=(FORWARD,), response=0.5, extra=events.AttributeSet(0, semconv.EXECUTION_PROVIDER, "CPU")),
+        Served(names_operation=True, stages=(FORWARD,), response=0.5, extra=events.ModelPlaced(0, "CPUExecutionProvider")),
     ],
-    ids=["HTTP only", "pauses", "stages", "tokenize and forward", "forward of a batch", "execution provider"],
+    ids=["HTTP only", "pauses", "stages", "tokenize and forward", "forward of a batch", "provider as attribute", "provider"],
 )  # fmt: skip
 def test_all_but_the_first_request_of_a_shape_are_ordinary(request_kind: Served) -> None:
     exported, ordinary = export([request_kind] * 8, True, True, slow_percent=0)
