@@ -26,6 +26,7 @@ SOURCES = (
     "otel_infer/instrumentation/asgi/_socket_wait.c",
     "otel_infer/instrumentation/hooks/_context_hooks.c",
     "otel_infer/instrumentation/hooks/_queue_hooks.c",
+    "otel_infer/instrumentation/_model_calls.c",
     "otel_infer/instrumentation/torch/_forward.c",
     "otel_infer/instrumentation/hooks/_compiled_hook.c",
     "otel_infer/instrumentation/transformers/_requests.c",

@@ -1,4 +1,4 @@
-"""Measures what our hooks add to a call of each engine of `benchmarks.engine_truth`, and to each of its steps.
+"""Measures what our hooks add to a call of each engine of `benchmarks.truth_engines`, and to each of its steps.
 
 CPU time of the calling thread, with the hooks installed and removed in turn. The engine's own work varies more than the hooks
 cost, so many rounds are compared in pairs. Needs `.venv-engines`.
@@ -12,7 +12,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from benchmarks.engine_truth import ENGINES, Engine
+from benchmarks.truth_engines import ENGINES, Engine
 from benchmarks.verdict import Line, estimate_median, make_line
 from otel_infer.instrumentation.hooks.instrumentor import Instrumentor
 from otel_infer.instrumentation.registry import load_instrumentors

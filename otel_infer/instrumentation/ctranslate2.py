@@ -36,7 +36,7 @@ def read_place(model: Any) -> str:
     return str(model.device)
 
 
-LIBRARY = ModelLibrary(PROVIDER, _names.read_name, read_place=read_place)
+LIBRARY = ModelLibrary(PROVIDER, _names.read_name, read_place=read_place, keeps_names=True)
 GENERATION = ModelLibrary(PROVIDER, _names.read_name, events.OPERATION_TEXT_COMPLETION, read_place=read_place)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from otel_infer import _clock
 from otel_infer.instrumentation.hooks.probe import Hook
 from otel_infer.instrumentation.hooks.thread_counters import begin_thread_run, record_thread_run
-from otel_infer.instrumentation.model_calls import ModelLibrary, open_request, record_place
+from otel_infer.instrumentation.model_calls import ModelLibrary, describe_model, open_request
 from otel_infer.ringbuffer import events
 from otel_infer.ringbuffer.batch_writer import BatchWriter
 from otel_infer.ringbuffer.recorder import recorder
@@ -225,7 +225,8 @@ def begin_generation(
 def _name_request(request: request_span.RequestSpan, library: ModelLibrary, model: Any) -> None:
     if not request.is_named:
         request.is_named = True
-        request.set_operation(
-            request.operation or library.operation, library.provider, library.read_model(model)
-        )
-        record_place(request, library, model)
+        known = describe_model(library, model)
+        operation, provider, name = known.operation
+        request.set_operation(request.operation or operation, provider, name)
+        if known.place:
+            request.set_execution_provider(known.place)

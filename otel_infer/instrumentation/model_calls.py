@@ -8,11 +8,14 @@ library, of another one or of torch, is a part of it.
 
 from __future__ import annotations
 
+import contextlib
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from otel_infer import _clock
+from otel_infer.instrumentation.hooks.context_hooks import compile_model_call
 from otel_infer.instrumentation.hooks.probe import Hook, WrapperFactory
 from otel_infer.instrumentation.hooks.suppression import torch_suppressed
 from otel_infer.ringbuffer import events
@@ -29,7 +32,7 @@ class ModelLibrary(NamedTuple):
 
     `operation`: of the requests that a model serves. `has_stages`: a call is no stage, because what it calls further in
     is recorded: tokenizers, and forward passes of another library. `read_place`: returns where a model runs, such as an
-    execution provider or a device.
+    execution provider or a device. `keeps_names`: name and place of a model do not change.
     """
 
     provider: str
@@ -37,6 +40,20 @@ class ModelLibrary(NamedTuple):
     operation: str = events.OPERATION_INFERENCE
     has_stages: bool = False
     read_place: Callable[[Any], str] | None = None
+    keeps_names: bool = False
+
+
+class KnownModel(NamedTuple):
+    """A model that was called. `operation`: operation, provider and model. `reference`: forgets it with the model."""
+
+    library: ModelLibrary
+    operation: tuple[str, str, str]
+    place: str
+    reference: weakref.ref[Any] | None = None
+
+
+_known_models: dict[int, KnownModel] = {}
+"""Models of libraries that keep names, by the models' ids."""
 
 
 class LibraryCall:
@@ -92,7 +109,8 @@ def open_request(
     library: ModelLibrary, model: Any, generative: bool = False
 ) -> request_span.RequestSpan | None:
     """Opens a request for a call outside of any server's request; None while nothing is recorded."""
-    operation, provider, name = library.operation, library.provider, library.read_model(model)
+    known = describe_model(library, model)
+    operation, provider, name = known.operation
     request = start.open_request(
         f"{operation} {name}",
         owner=provider,
@@ -103,7 +121,8 @@ def open_request(
     )
     if request is not None:
         request.has_forward_name = True
-        record_place(request, library, model)
+        if known.place:
+            request.set_execution_provider(known.place)
     return request
 
 
@@ -111,21 +130,36 @@ def name_request(request: request_span.RequestSpan, library: ModelLibrary, model
     """Sets operation, provider and model of a server's request, if no model has served it before."""
     if not request.is_named and not request.has_forward_name:
         request.has_forward_name = True
-        request.set_operation(library.operation, library.provider, library.read_model(model))
-        record_place(request, library, model)
+        known = describe_model(library, model)
+        request.set_operation(*known.operation)
+        if known.place:
+            request.set_execution_provider(known.place)
 
 
-def record_place(request: request_span.RequestSpan, library: ModelLibrary, model: Any) -> None:
-    """Records where the model runs, if the library tells it."""
+def describe_model(library: ModelLibrary, model: Any) -> KnownModel:
+    """Returns name and place of a model; they are read once, where its library keeps them."""
+    key = id(model)
+    known = _known_models.get(key)
+    if known is not None and known.library is library:
+        return known
     place = library.read_place(model) if library.read_place is not None else ""
-    if place:
-        request.set_execution_provider(place)
+    known = KnownModel(library, (library.operation, library.provider, library.read_model(model)), place)
+    if library.keeps_names:
+        with contextlib.suppress(TypeError):  # it takes no weak references
+            reference = weakref.ref(model, lambda _: _known_models.pop(key, None))
+            known = _known_models[key] = known._replace(reference=reference)
+    return known
 
 
-def wrap_call(library: ModelLibrary | Callable[[Any], ModelLibrary], count_rows: Rows) -> WrapperFactory:
+def forget_model(model: Any) -> None:
+    """Reads name and place of a model again at its next call, because the application has changed them."""
+    _known_models.pop(id(model), None)
+
+
+def wrap_call(library: ModelLibrary | Callable[[Any], ModelLibrary], rows_of: Rows) -> WrapperFactory:
     """Returns a factory for a method of a model that returns when its result is computed.
 
-    `library`: of the method's models, or a function that returns the library of a model.
+    `library`: of the method's models, or a function that returns the library of a model. `rows_of`: counts the rows.
     """
 
     def make_wrapper(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
@@ -141,10 +175,13 @@ def wrap_call(library: ModelLibrary | Callable[[Any], ModelLibrary], count_rows:
                 failure = exc
                 raise
             finally:
-                end_call(call, hook, count_rows, args, kwargs, failure, not found.has_stages)
+                end_call(call, hook, rows_of, args, kwargs, failure, not found.has_stages)
                 del failure  # breaks the reference cycle with its traceback
 
-        return call_model
+        if not isinstance(library, ModelLibrary) or library.has_stages or not library.keeps_names:
+            return call_model
+        details = library, _known_models, events.FORWARD, rows_of, rows_of is count_rows
+        return compile_model_call(original, hook, call_model, details)
 
     return make_wrapper
 

@@ -17,7 +17,13 @@ from otel_infer.instrumentation.hooks.guarded_calls import call_safely
 from otel_infer.instrumentation.hooks.instrumentor import Instrumentor
 from otel_infer.instrumentation.hooks.model_loading import wrap_loading
 from otel_infer.instrumentation.hooks.probe import Hook, WrapperFactory
-from otel_infer.instrumentation.model_calls import ModelLibrary, begin_call, count_rows, wrap_call
+from otel_infer.instrumentation.model_calls import (
+    ModelLibrary,
+    begin_call,
+    count_rows,
+    forget_model,
+    wrap_call,
+)
 from otel_infer.ringbuffer import events
 from otel_infer.tracing import start
 
@@ -39,7 +45,7 @@ def read_place(session: Any) -> str:
     return str(next(iter(session.get_providers()), ""))
 
 
-LIBRARY = ModelLibrary(PROVIDER, read_model, read_place=read_place)
+LIBRARY = ModelLibrary(PROVIDER, read_model, read_place=read_place, keeps_names=True)
 
 instrumentor.patch_hot_path(f"{_MODULE}:InferenceSession.__init__")(wrap_loading(PROVIDER, read_model))
 for _name, _reads in (
@@ -48,6 +54,15 @@ for _name, _reads in (
     ("run_with_iobinding", ("iobinding",)),
 ):
     instrumentor.patch_hot_path(f"{_MODULE}:Session.{_name}", reads=_reads)(wrap_call(LIBRARY, count_rows))
+
+
+@instrumentor.patch_hot_path(f"{_MODULE}:Session.set_providers", optional=True, part="providers")
+def _patch_set_providers(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+    def set_providers(self: Any, *args: Any, **kwargs: Any) -> Any:
+        forget_model(self)
+        return original(self, *args, **kwargs)
+
+    return set_providers
 
 
 @instrumentor.patch_hot_path(

@@ -49,7 +49,7 @@ def read_place(request: Any) -> str:
     return ",".join(request.get_compiled_model().get_property("EXECUTION_DEVICES"))
 
 
-LIBRARY = ModelLibrary(PROVIDER, read_model, read_place=read_place)
+LIBRARY = ModelLibrary(PROVIDER, read_model, read_place=read_place, keeps_names=True)
 
 instrumentor.patch_hot_path(f"{_API}:Core.compile_model", reads=("model",))(
     wrap_loading(PROVIDER, read_compiled_name)

@@ -936,7 +936,7 @@ static int fill_module(PyObject *module)
                    PyModule_AddObjectRef(module, "StepRing", (PyObject *)step_ring_type) ||
                    add_request_state(module) || add_exchange_types(module) || add_hook_type(module) || add_transformers_types(module) ||
                    add_generation_types(module) || add_forward_types(module) || add_context_types(module) ||
-                   add_queue_functions(module) ||
+                   add_queue_functions(module) || add_model_names(module) ||
                    add_lag_type(module) || add_socket_functions(module) || add_batch_types(module) ||
                    add_scheduler_types(module) || add_stall_types(module) || add_stack_signal(module)
                ? -1

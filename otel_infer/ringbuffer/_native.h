@@ -166,6 +166,9 @@ void record_socket_wait(RequestState *request, PyObject *cycle, int64_t called_a
 /* Writes operation, provider and model (a tuple of three texts), unless they are unchanged. Returns as above. */
 int write_operation(RequestState *self, PyObject *names);
 
+/* Writes where the model runs. Returns as above. */
+int write_place(RequestState *self, PyObject *provider);
+
 /* Writes the end of a request that succeeded, and frees its slot. Returns as above. */
 int close_succeeded(RequestState *self, int64_t at, PyObject *no_text, PyObject *empty_context);
 
@@ -298,7 +301,7 @@ PyObject *set_variable(PyObject *variable, PyObject *value);
 
 /* The places of the hooks, ended by one without a name, and the types of each source. */
 extern const HookPlace asgi_places[], transformers_places[], generation_places[], batch_places[], scheduler_places[],
-    context_places[], queue_places[];
+    context_places[], queue_places[], model_places[];
 int add_batch_types(PyObject *module);
 int add_scheduler_types(PyObject *module);
 int add_exchange_types(PyObject *module);
@@ -313,6 +316,7 @@ int add_stack_signal(PyObject *module);
 int add_forward_types(PyObject *module);
 int add_context_types(PyObject *module);
 int add_queue_functions(PyObject *module);
+int add_model_names(PyObject *module);
 int add_type(PyObject *module, const char *name, PyType_Spec *spec);
 
 #endif

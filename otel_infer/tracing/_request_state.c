@@ -53,7 +53,8 @@ static int finish_cell(RequestState *self, RequestRing *ring, int code, const ch
     return !failed;
 }
 
-/* The layouts of the next three events are checked by a test. */
+/* The layouts of the next four events are checked by a test. */
+enum { MAX_SHORT_NAME = 30 };  /* `request_span.MAX_SHORT_NAME` */
 int write_stage(RequestState *self, int64_t at, PyObject *name, int64_t started_at, int64_t items)
 {
     enum { CODE = 2 };  /* of `events.StageEnded`: q q S q */
@@ -71,7 +72,7 @@ int write_stage(RequestState *self, int64_t at, PyObject *name, int64_t started_
 
 int write_operation(RequestState *self, PyObject *names)
 {
-    enum { CODE = 43, MAX_SHORT_NAME = 30 };  /* of `events.OperationNamed`: q S S S; `request_span.MAX_SHORT_NAME` */
+    enum { CODE = 43 };  /* of `events.OperationNamed`: q S S S */
     char body[40] = {0};
     uint32_t id = 0;
     int failed = 0, is_same = self->operation_names == NULL ? 0 : PyObject_RichCompareBool(names, self->operation_names, Py_EQ);
@@ -94,6 +95,20 @@ int write_operation(RequestState *self, PyObject *names)
     self->operation_names = take(names);
     Py_XDECREF(old);
     return 1;
+}
+
+int write_place(RequestState *self, PyObject *provider)
+{
+    enum { CODE = 48 };  /* of `events.ModelPlaced`: q S */
+    char body[40] = {0};
+    uint32_t id = 0;
+    RequestRing *ring = (RequestRing *)take((PyObject *)get_ring(self));
+    if (ring == NULL) return 0;
+    int64_t at = read_clock();
+    int failed = PyUnicode_GetLength(provider) > MAX_SHORT_NAME || intern_text(ring, provider, &id);
+    memcpy(body, &at, 8);
+    memcpy(body + 8, &id, 4);
+    return finish_cell(self, ring, CODE, body, failed);
 }
 
 int close_succeeded(RequestState *self, int64_t at, PyObject *no_text, PyObject *empty_context)

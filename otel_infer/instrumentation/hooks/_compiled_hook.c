@@ -142,8 +142,8 @@ static PyObject *bind_hook(CompiledHook *self, PyObject *instance, PyObject *own
 
 static const HookPlace *find_place(const char *place)
 {
-    const HookPlace *const tables[] = {asgi_places,  transformers_places, generation_places,
-                                       batch_places, scheduler_places,    context_places,      queue_places};
+    const HookPlace *const tables[] = {asgi_places,      transformers_places, generation_places, batch_places,
+                                       scheduler_places, context_places,      queue_places,      model_places};
     for (size_t i = 0; i < sizeof tables / sizeof *tables; i++)
         for (const HookPlace *entry = tables[i]; entry->place != NULL; entry++)
             if (!strcmp(entry->place, place)) return entry;

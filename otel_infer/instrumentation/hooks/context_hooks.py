@@ -32,6 +32,15 @@ def compile_tokenizer(original: Function, hook: Hook, call: Function, count_toke
     return compile_hook("tokenizer", _known, original, hook, call, (count_tokens, events.TOKENIZE))
 
 
+def compile_model_call(original: Function, hook: Hook, call: Function, details: tuple[Any, ...]) -> Function:
+    """Returns a compiled form of `call`, which calls it for a model that is not known yet, and outside of requests.
+
+    `details`: the library, its known models by their ids, the stage, `count_rows(args, kwargs)`, and whether that is
+    `model_calls.count_rows`, which compiled code has as well.
+    """
+    return compile_hook("call of a model", _known, original, hook, call, details)
+
+
 def compile_queue_put(
     original: Function, hook: Hook, call: Function, states: tuple[dict[int, Any], type]
 ) -> Function:
