@@ -86,6 +86,25 @@ def test_a_request_waits_for_the_one_before_it(served: tuple[Server, OtlpReceive
     assert length_of(wait) > 0.5 * length_of(whole) > 5e6
 
 
+def test_a_stream_that_a_later_request_interrupts_is_aborted(served: tuple[Server, OtlpReceiver]) -> None:
+    """The server's `interrupt_requests`, which is on unless it is told otherwise."""
+    server, receiver = served
+    interrupted: list[Answer] = []
+    first = threading.Thread(
+        target=lambda: interrupted.append(ask(server, TEXT, 400, stream=True))
+    )
+    first.start()
+    time.sleep(0.1)
+    ask(server)
+    first.join()
+    (answer,) = interrupted
+    assert answer.body.endswith(b"data: [DONE]\n\n")
+    spans = spans_of(receiver, answer.trace_id)
+    whole = next(span for span in spans if span["name"] == f"POST {TEXT}")
+    print(json.dumps([{k: str(v) for k, v in span.items()} for span in spans if span["name"] in (whole["name"], "text_completion tiny-llama")], indent=1))
+    assert 0
+
+
 def length_of(span: dict[str, Any]) -> int:
     return int(span["end"]) - int(span["start"])
 
