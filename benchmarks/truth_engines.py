@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from otel_infer.tracing import context, start
+
 PROMPT = "why is the sky blue? because of the air in between us and the sun. " * 4
 GENAI, OPENVINO_GENAI = "onnxruntime_genai.onnxruntime_genai", "openvino_genai.py_openvino_genai"
 
@@ -237,10 +239,19 @@ def make_onnxruntime_genai(folder: Path) -> Engine:
         for _ in range(8):
             generator.generate_next_token()
 
+    def serve() -> None:  # a tokenizer's call belongs to the request of a server
+        request = start.open_request("POST /generate", owner="asgi")
+        if request is None:
+            raise RuntimeError("nothing is recorded")
+        token = request.attach()
+        generate()
+        context.detach(token)
+        request.close()
+
     generator = lay_beneath(f"{GENAI}:Generator")
     return Engine(
         "onnxruntime-genai",
-        generate,
+        serve,
         (
             Place("tokenize", lay_beneath(f"{GENAI}:Tokenizer"), "encode"),
             Place("prefill", generator, "append_tokens"),

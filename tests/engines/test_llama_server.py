@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import threading
 import time
@@ -13,7 +14,7 @@ import pytest
 
 from tests.engines.gguf_models import make_gguf
 from tests.servers.receiving import spans_of
-from tests.servers.requests_sent import Answer, send
+from tests.servers.requests_sent import Answer, make_ids, send
 from tests.servers.serving import start_command, stop_module
 from tests.support.otlp_receiver import OtlpReceiver
 from tests.support.served import Server
@@ -86,22 +87,40 @@ def test_a_request_waits_for_the_one_before_it(served: tuple[Server, OtlpReceive
     assert length_of(wait) > 0.5 * length_of(whole) > 5e6
 
 
+def read_until_cut(server: Server, ids: tuple[str, str, str], read: list[bytes]) -> None:
+    """Reads a stream that its server cuts. `ids`: those of the caller."""
+    body = {"prompt": "why is the sky blue?", "max_tokens": 400, "stream": True}
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+    headers = {"traceparent": ids[2], "content-type": "application/json"}
+    connection.request("POST", TEXT, json.dumps(body), headers)
+    try:
+        read.append(connection.getresponse().read())
+    except http.client.IncompleteRead as cut:
+        read.append(cut.partial)
+    connection.close()
+
+
 def test_a_stream_that_a_later_request_interrupts_is_aborted(served: tuple[Server, OtlpReceiver]) -> None:
-    """The server's `interrupt_requests`, which is on unless it is told otherwise."""
+    """By the server's `interrupt_requests`, which is on unless it is told otherwise."""
     server, receiver = served
-    interrupted: list[Answer] = []
-    first = threading.Thread(
-        target=lambda: interrupted.append(ask(server, TEXT, 400, stream=True))
-    )
+    ids, read = make_ids(), list[bytes]()
+    first = threading.Thread(target=read_until_cut, args=(server, ids, read))
     first.start()
     time.sleep(0.1)
     ask(server)
     first.join()
-    (answer,) = interrupted
-    assert answer.body.endswith(b"data: [DONE]\n\n")
-    spans = spans_of(receiver, answer.trace_id)
-    whole = next(span for span in spans if span["name"] == f"POST {TEXT}")
-    print(json.dumps([{k: str(v) for k, v in span.items()} for span in spans if span["name"] in (whole["name"], "text_completion tiny-llama")], indent=1))
+    assert read[0].endswith(b"data: [DONE]\n\n")
+    spans = spans_of(receiver, ids[0])
+    print(
+        json.dumps(
+            [
+                {k: str(v) for k, v in span.items()}
+                for span in spans
+                if span["name"] in (f"POST {TEXT}", "text_completion tiny-llama")
+            ],
+            indent=1,
+        )
+    )
     assert 0
 
 
