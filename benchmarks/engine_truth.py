@@ -43,12 +43,9 @@ def measure(quick: bool) -> list[Line]:
 
 
 def _compare_stages(engine: Engine, recording: Recording, calls: int) -> list[Line]:
-    _measure_stages(engine, recording, calls)  # the first calls of a library are slower
-    usual = _measure_stages(engine, recording, calls)
     lines = []
     for place in engine.places:
-        with _delay(place):
-            delayed = _measure_stages(engine, recording, calls)
+        usual, delayed = _measure_in_turn(engine, recording, place, calls)
         growth = {
             name: delayed.get(name, 0.0) - usual.get(name, 0.0)
             for name in sorted({*usual, *delayed, place.stage})
@@ -78,16 +75,29 @@ def _delay(place: Place) -> Iterator[None]:
         yield
 
 
-def _measure_stages(engine: Engine, recording: Recording, calls: int) -> dict[str, float]:
-    """Returns the median length of each stage of a request, ms: the sum of those with one name."""
-    for _ in range(WARM_UP):
-        engine.call()
+def _measure_in_turn(
+    engine: Engine, recording: Recording, place: Place, calls: int
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Returns the median length of each stage of a request without and with the delay, ms: the sum of those with one name.
+
+    Requests without and with the delay are made in turn, so a machine that becomes slower does so for both.
+    """
+    usual, delayed = dict[str, list[float]](), dict[str, list[float]]()
     recording.records()
-    lengths: dict[str, list[float]] = {}
-    for number in range(calls):
-        engine.call()
-        for record in recording.records():
-            for stage in record.stages:
-                column = lengths.setdefault(stage.name, [0.0] * calls)
-                column[number] += (stage.ended_at - stage.started_at) / 1e6
-    return {name: float(np.median(column)) for name, column in lengths.items()}
+    for number in range(WARM_UP + calls):
+        for lengths, change in ((usual, contextlib.nullcontext()), (delayed, _delay(place))):
+            with change:
+                engine.call()
+            _add_stages(lengths, recording, calls, number - WARM_UP)
+    return (
+        {name: float(np.median(column)) for name, column in usual.items()},
+        {name: float(np.median(column)) for name, column in delayed.items()},
+    )
+
+
+def _add_stages(lengths: dict[str, list[float]], recording: Recording, calls: int, number: int) -> None:
+    """Adds the stages of the records since the last call, unless `number` is one of a warm-up."""
+    for record in recording.records():
+        for stage in record.stages if number >= 0 else ():
+            column = lengths.setdefault(stage.name, [0.0] * calls)
+            column[number] += (stage.ended_at - stage.started_at) / 1e6
