@@ -152,6 +152,7 @@ def test_layouts_that_compiled_code_writes_itself() -> None:
     layouts = writer._COMPILED_LAYOUTS
     assert layouts[events.StageEnded] == (2, "qqSq")
     assert layouts[events.OperationNamed] == (43, "qSSS")
+    assert layouts[events.ModelPlaced] == (48, "qS")
     assert layouts[events.RequestEnded] == (11, "qHSHIqq")
     assert layouts[events.ExchangeEnded][1] == "qBSHIqqSB"
 
