@@ -8,7 +8,7 @@
 enum { SHAPE, NAMES };
 static const char *const texts[NAMES] = {"shape"};
 static PyObject *names[NAMES];
-enum { RAISED = -1, MAX_VALUES = 8 };  /* `events.RAISED`; of a list that is searched for rows, as in `_iter_values` */
+enum { MAX_VALUES = 8 };  /* of a list that is searched for rows, as in `_iter_values` */
 
 enum { REQUEST_TYPE, REQUEST_KEY, CONTEXT, SUPPRESSED };  /* items of `known` (`context_hooks.py`) */
 enum { LIBRARY, MODELS, STAGE, COUNT_ROWS, IS_COUNTED_HERE };  /* items of `details` */
@@ -95,7 +95,7 @@ static int name_request(CompiledHook *self, RequestState *request, PyObject *mod
     if (is_done) {
         request->has_forward_name = 1;
         PyObject *place = PyTuple_GetItem(known, PLACE);
-        if (PyUnicode_GetLength(place) && !write_place(request, place)) {
+        if (PyUnicode_GetLength(place) > 0 && !write_place(request, place)) {
             PyObject *done = PyObject_CallMethod((PyObject *)request, "set_execution_provider", "O", place);
             Py_XDECREF(done);
         }
@@ -105,36 +105,17 @@ static int name_request(CompiledHook *self, RequestState *request, PyObject *mod
     return is_done;
 }
 
-/* Records the stage. An exception of ours may be set afterwards. */
-static void record_stage_of(CompiledHook *self, RequestState *request, int64_t started_at, int64_t items)
-{
-    PyObject *stage = PyTuple_GetItem(self->details, STAGE), *done = NULL;
-    int64_t at = read_clock();
-    if (!request->ended && !write_stage(request, at, stage, started_at, items))
-        done = PyObject_CallMethod((PyObject *)request, "_write_stage", "LOLL", (long long)at, stage,
-                                   (long long)started_at, (long long)items);
-    Py_XDECREF(done);
-}
-
 /* Calls the model, whose inner calls are suppressed, as a stage of the request. */
 static PyObject *call_known(CompiledHook *self, RequestState *request, PyObject *arguments, PyObject *named)
 {
-    PyObject *type = NULL, *exc = NULL, *traceback = NULL, *suppressed = PyTuple_GetItem(self->known, SUPPRESSED);
-    int64_t started_at = read_clock(), items = RAISED;
-    PyObject *token = set_variable(suppressed, Py_True);
+    StageCall call;
+    PyObject *suppressed = PyTuple_GetItem(self->known, SUPPRESSED), *token = set_variable(suppressed, Py_True);
     PyErr_Clear();
-    PyObject *result = PyObject_Call(self->original, arguments, named);
-    if (result == NULL) PyErr_Fetch(&type, &exc, &traceback);
+    PyObject *result = call_in_stage(self, &call, arguments, named);
     if (token != NULL && PyContextVar_Reset(suppressed, token)) PyErr_Clear();
     Py_XDECREF(token);
-    if (result != NULL) items = count_rows(self, arguments, named);
-    if (!PyErr_Occurred()) record_stage_of(self, request, started_at, items);
-    if (PyErr_Occurred() && PyErr_ExceptionMatches(PyExc_Exception)) mark_hook_failed(self->hook);
-    if (PyErr_Occurred()) {  /* of a signal handler */
-        Py_CLEAR(result);
-        drop_exception(type, exc, traceback);
-    } else if (result == NULL) PyErr_Restore(type, exc, traceback);
-    return result;
+    if (result != NULL) call.items = count_rows(self, arguments, named);
+    return end_stage_call(self, &call, request, PyTuple_GetItem(self->details, STAGE), result);
 }
 
 static PyObject *call_model(CompiledHook *self, PyObject *arguments, PyObject *named)

@@ -228,5 +228,4 @@ def _name_request(request: request_span.RequestSpan, library: ModelLibrary, mode
         known = describe_model(library, model)
         operation, provider, name = known.operation
         request.set_operation(request.operation or operation, provider, name)
-        if known.place:
-            request.set_execution_provider(known.place)
+        request.set_execution_provider(known.place)

@@ -121,8 +121,7 @@ def open_request(
     )
     if request is not None:
         request.has_forward_name = True
-        if known.place:
-            request.set_execution_provider(known.place)
+        request.set_execution_provider(known.place)
     return request
 
 
@@ -132,8 +131,7 @@ def name_request(request: request_span.RequestSpan, library: ModelLibrary, model
         request.has_forward_name = True
         known = describe_model(library, model)
         request.set_operation(*known.operation)
-        if known.place:
-            request.set_execution_provider(known.place)
+        request.set_execution_provider(known.place)
 
 
 def describe_model(library: ModelLibrary, model: Any) -> KnownModel:

@@ -160,6 +160,9 @@ typedef struct {
 /* Writes the end of a stage. Returns whether that is done; if not, without an exception, Python code must. */
 int write_stage(RequestState *self, int64_t at, PyObject *name, int64_t started_at, int64_t items);
 
+/* The same; Python code is called where it must. Returns -1 after an exception. */
+int record_stage_until(RequestState *self, int64_t at, PyObject *name, int64_t started_at, int64_t items);
+
 /* Records the stage `accept` of a request that waited in its socket until `called_at`. `cycle`: uvicorn's. */
 void record_socket_wait(RequestState *request, PyObject *cycle, int64_t called_at);
 
@@ -284,6 +287,19 @@ static inline int is_alive(CompiledHook *self)
 int mark_hook_failed(PyObject *hook);
 /* Returns the result of the library's function, after our own code; `failed`: that code has set an exception. */
 PyObject *return_after(CompiledHook *self, PyObject *result, int failed);
+
+/* A call of the original that is a stage of a request. `items`: of the stage, RAISED until they are set. */
+enum { RAISED = -1 };  /* `events.RAISED` */
+typedef struct {
+    PyObject *type, *exc, *traceback;  /* that the original raised */
+    int64_t started_at, at, items;
+} StageCall;
+
+/* Calls the original. Returns its result; NULL after an exception, which is held until the end. */
+PyObject *call_in_stage(CompiledHook *self, StageCall *call, PyObject *arguments, PyObject *named);
+/* Records the stage, unless the request has ended or our own code has set an exception, which disables the hook. Returns the
+ * result, whose reference it takes; NULL with the exception that leaves the call. */
+PyObject *end_stage_call(CompiledHook *self, StageCall *call, RequestState *request, PyObject *stage, PyObject *result);
 
 /* Records what a method of `owner` returned. Returns whether that is done; if not, nothing was changed. */
 typedef int (*Recording)(CompiledHook *self, PyObject *owner, PyObject *result);

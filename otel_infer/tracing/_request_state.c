@@ -70,6 +70,15 @@ int write_stage(RequestState *self, int64_t at, PyObject *name, int64_t started_
     return finish_cell(self, ring, CODE, body, failed);
 }
 
+int record_stage_until(RequestState *self, int64_t at, PyObject *name, int64_t started_at, int64_t items)
+{
+    if (write_stage(self, at, name, started_at, items)) return 0;
+    PyObject *done = PyObject_CallMethod((PyObject *)self, "_write_stage", "LOLL", (long long)at, name,
+                                         (long long)started_at, (long long)items);
+    Py_XDECREF(done);
+    return done == NULL ? -1 : 0;
+}
+
 int write_operation(RequestState *self, PyObject *names)
 {
     enum { CODE = 43 };  /* of `events.OperationNamed`: q S S S */

@@ -128,7 +128,9 @@ class RequestSpan(RequestState, trace.Span):
                 self._record_attributes(*zip(events.OPERATION_KEYS, names))
 
     def set_execution_provider(self, provider: str) -> None:
-        """Records where the model runs."""
+        """Records where the model runs; "" = unknown."""
+        if not provider:
+            return
         if len(provider) <= MAX_SHORT_NAME:
             self.record_event(events.make_tuple(events.ModelPlaced, (_clock.now(), provider)))
         else:  # the string table would cut it

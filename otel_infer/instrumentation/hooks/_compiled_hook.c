@@ -90,6 +90,26 @@ PyObject *call_and_record(CompiledHook *self, PyObject *arguments, PyObject *nam
     return return_recorded(result, PyObject_CallFunctionObjArgs(self->details, owner, result, self->hook, NULL));
 }
 
+PyObject *call_in_stage(CompiledHook *self, StageCall *call, PyObject *arguments, PyObject *named)
+{
+    *call = (StageCall){.started_at = read_clock(), .items = RAISED};
+    PyObject *result = PyObject_Call(self->original, arguments, named);
+    if (result == NULL) PyErr_Fetch(&call->type, &call->exc, &call->traceback);
+    call->at = read_clock();
+    return result;
+}
+
+PyObject *end_stage_call(CompiledHook *self, StageCall *call, RequestState *request, PyObject *stage, PyObject *result)
+{
+    if (!PyErr_Occurred() && !request->ended) record_stage_until(request, call->at, stage, call->started_at, call->items);
+    if (PyErr_Occurred() && PyErr_ExceptionMatches(PyExc_Exception)) mark_hook_failed(self->hook);
+    if (PyErr_Occurred()) {  /* of a signal handler */
+        Py_CLEAR(result);
+        drop_exception(call->type, call->exc, call->traceback);
+    } else if (result == NULL) PyErr_Restore(call->type, call->exc, call->traceback);
+    return result;
+}
+
 PyAPI_FUNC(int) PyContextVar_Get(PyObject *variable, PyObject *default_value, PyObject **value);
 PyAPI_FUNC(PyObject *) PyContextVar_Set(PyObject *variable, PyObject *value);
 

@@ -10,7 +10,6 @@
 enum { DATA, INPUT_IDS, NUMEL, NAMES };
 static const char *const texts[NAMES] = {"data", "input_ids", "numel"};
 static PyObject *names[NAMES];
-enum { RAISED = -1 };  /* `events.RAISED` */
 
 enum { REQUEST_TYPE, REQUEST_KEY, CONTEXT, SUPPRESSED };  /* items of `known` (`context_hooks.py`) */
 enum { COUNT_TOKENS, STAGE };  /* items of `details` of a tokenizer */
@@ -92,25 +91,12 @@ static int64_t count_tokens(CompiledHook *self, PyObject *result)
 /* Calls the original as a stage of the request. */
 static PyObject *tokenize(CompiledHook *self, RequestState *request, PyObject *arguments, PyObject *named)
 {
-    PyObject *type = NULL, *exc = NULL, *traceback = NULL, *done = NULL;
-    PyObject *stage = PyTuple_GetItem(self->details, STAGE);
-    int64_t started_at = read_clock(), items = RAISED;
+    StageCall call;
     busy = 1;
-    PyObject *result = PyObject_Call(self->original, arguments, named);
-    if (result == NULL) PyErr_Fetch(&type, &exc, &traceback);
+    PyObject *result = call_in_stage(self, &call, arguments, named);
     busy = 0;
-    int64_t at = read_clock();
-    if (result != NULL) items = count_tokens(self, result);
-    if (!PyErr_Occurred() && !write_stage(request, at, stage, started_at, items))
-        done = PyObject_CallMethod((PyObject *)request, "_write_stage", "LOLL", (long long)at, stage,
-                                   (long long)started_at, (long long)items);
-    Py_XDECREF(done);
-    if (PyErr_Occurred() && PyErr_ExceptionMatches(PyExc_Exception)) mark_hook_failed(self->hook);
-    if (PyErr_Occurred()) {  /* of a signal handler */
-        Py_CLEAR(result);
-        drop_exception(type, exc, traceback);
-    } else if (result == NULL) PyErr_Restore(type, exc, traceback);
-    return result;
+    if (result != NULL) call.items = count_tokens(self, result);
+    return end_stage_call(self, &call, request, PyTuple_GetItem(self->details, STAGE), result);
 }
 
 /* ── places ────────────────────────────────────────────────────────────────────────────────────────────────── */

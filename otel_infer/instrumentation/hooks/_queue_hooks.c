@@ -228,15 +228,10 @@ static int pop_usual(PyObject *state, PyObject *item, Taken *taken)
 /* Records the wait, and makes the request the worker's work. Returns -1 after an exception. */
 static int take_usual(CompiledHook *self, Taken *taken)
 {
-    PyObject *stage = get_detail(self, STAGE), *written = Py_None, *done = NULL;
+    PyObject *stage = get_detail(self, STAGE), *done = NULL;
     int64_t at = read_clock();
     ((RequestState *)taken->request)->queued_at = 0;
-    if (!write_stage((RequestState *)taken->request, at, stage, taken->put_at, 0)) {
-        written = PyObject_CallMethod(taken->request, "_write_stage", "LOLL", (long long)at, stage, (long long)taken->put_at,
-                                      0LL);
-        Py_XDECREF(written);
-    }
-    if (written != NULL)
+    if (!record_stage_until((RequestState *)taken->request, at, stage, taken->put_at, 0))
         done = PyObject_CallFunctionObjArgs(get_detail(self, TAKE_FOR_WORKER), taken->work, taken->request, taken->key, NULL);
     Py_XDECREF(done);
     if (done == NULL && PyErr_ExceptionMatches(PyExc_Exception)) return mark_hook_failed(self->hook);

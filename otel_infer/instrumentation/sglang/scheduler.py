@@ -49,14 +49,19 @@ def _get_scheduled(time_stats: Any) -> ScheduledRequest | None:
     return scheduled
 
 
+def _finish_request(time_stats: Any) -> None:
+    """Records the end of a request, and that the batch has lost a member, which may be one without a trace."""
+    scheduled = _get_scheduled(time_stats)
+    if scheduled is not None:
+        scheduled.finish()
+    SglangSteps.note_end()
+
+
 @instrumentor.patch_hot_path(f"{STATS}:SchedulerReqTimeStats.set_completion_time", part=STEPS)
 def _patch_completion(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     def set_completion_time(self: Any, *args: Any, **kwargs: Any) -> Any:
-        scheduled = _get_scheduled(self) if hook.alive else None
-        if scheduled is not None:
-            call_safely(hook, scheduled.finish)
         if hook.alive:
-            call_safely(hook, SglangSteps.note_end)
+            call_safely(hook, _finish_request, self)
         return original(self, *args, **kwargs)
 
     return set_completion_time

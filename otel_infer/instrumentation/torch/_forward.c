@@ -234,11 +234,7 @@ static void record_success(CallDescriptor *self, Forward *forward, PyObject *arg
     if (PyErr_Occurred()) mark_hook_failed(self->hook);
     if (PyErr_Occurred()) return;
     PyObject *done = NULL;
-    if (!write_stage(request, at, self->stage, forward->started_at, items))
-        done = PyObject_CallMethod((PyObject *)request, "_write_stage", "LOLL", (long long)at, self->stage,
-                                   (long long)forward->started_at, (long long)items);
-    Py_XDECREF(done);
-    if (PyErr_Occurred() || !forward->is_separate) return;
+    if (record_stage_until(request, at, self->stage, forward->started_at, items) || !forward->is_separate) return;
     RequestRing *ring = get_ring(request);
     if (ring != NULL && at >= ring->deferred_due_at) {
         done = PyObject_CallFunction(self->run_deferred, "L", (long long)at);

@@ -186,7 +186,8 @@ def clamp_count(number: Any) -> int:
         return 0
 
 
-_is_plain_text = re.compile(r"[ !#-\[\]-~]*", re.ASCII).fullmatch
+_PLAIN_TEXT = r"[ !#-\[\]-~]*"
+_is_plain_text = re.compile(_PLAIN_TEXT, re.ASCII).fullmatch
 """Matches a text that JSON writes as it is."""
 
 
@@ -230,7 +231,9 @@ def unpack_joined(layout: EventLayout, joined: bytes, text_of: Callable[[int], s
     return [*map(make_tuple, repeat(event), zip(*columns))]
 
 
-_match_plain_text = re.compile(rb'\[(0|[1-9]\d{0,17}),"([ !#-\[\]-~]*)","([ !#-\[\]-~]*)"\]\0*').fullmatch
+_match_plain_text = re.compile(
+    rf'\[(0|[1-9]\d{{0,17}}),"({_PLAIN_TEXT})","({_PLAIN_TEXT})"\]\0*'.encode()
+).fullmatch
 """Matches an `AttributeSet` whose value is a text that JSON writes as it is; its instant is below `MAX_INSTANT`."""
 
 

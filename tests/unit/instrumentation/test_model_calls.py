@@ -15,6 +15,7 @@ from otel_infer.instrumentation.hooks import context_hooks
 from otel_infer.instrumentation.hooks.probe import Hook
 from otel_infer.instrumentation.hooks.suppression import torch_suppressed
 from otel_infer.instrumentation.model_calls import ModelLibrary, count_rows, forget_model, wrap_call
+from otel_infer.ringbuffer import events
 from otel_infer.tracing import request_span, start
 from otel_infer.tracing.context import detach
 from tests.support.rings import Recording
@@ -119,11 +120,15 @@ def test_a_call_that_fails_is_a_stage_and_keeps_its_exception(
 ) -> None:
     session = Session()
     run_in_request(run, session)
+    request = open_request()
+    token = request.attach()
     with pytest.raises(ValueError, match="no such input"):
-        run_in_request(run, session, "fail")
+        run(session, "fail")
+    detach(token)
+    request.close(events.ERROR, "ValueError")
     assert not torch_suppressed.get()
     _, failed = recording.records()
-    assert list_forwards(failed) == [None]
+    assert (list_forwards(failed), failed.failed_stage) == ([None], "forward")
 
 
 def test_what_a_model_calls_is_part_of_its_call(run: Callable[..., Any], recording: Recording) -> None:
