@@ -87,14 +87,19 @@ def test_a_request_waits_for_the_one_before_it(served: tuple[Server, OtlpReceive
     assert length_of(wait) > 0.5 * length_of(whole) > 5e6
 
 
-def read_until_cut(server: Server, ids: tuple[str, str, str], read: list[bytes]) -> None:
+def read_until_cut(
+    server: Server, ids: tuple[str, str, str], has_begun: threading.Event, read: list[bytes]
+) -> None:
     """Reads a stream that its server cuts. `ids`: those of the caller."""
-    body = {"prompt": "why is the sky blue?", "max_tokens": 60, "stream": True}
+    body = {"prompt": "why is the sky blue?", "max_tokens": 200, "stream": True}
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
     headers = {"traceparent": ids[2], "content-type": "application/json"}
     connection.request("POST", TEXT, json.dumps(body), headers)
+    response = connection.getresponse()
+    response.readline()
+    has_begun.set()
     try:
-        read.append(connection.getresponse().read())
+        read.append(response.read())
     except http.client.IncompleteRead as cut:
         read.append(cut.partial)
     connection.close()
@@ -103,10 +108,10 @@ def read_until_cut(server: Server, ids: tuple[str, str, str], read: list[bytes])
 def test_a_stream_that_a_later_request_interrupts_has_failed(served: tuple[Server, OtlpReceiver]) -> None:
     """By the server's `interrupt_requests`, which is on unless it is told otherwise."""
     server, receiver = served
-    ids, read = make_ids(), list[bytes]()
-    first = threading.Thread(target=read_until_cut, args=(server, ids, read))
+    ids, has_begun, read = make_ids(), threading.Event(), list[bytes]()
+    first = threading.Thread(target=read_until_cut, args=(server, ids, has_begun, read))
     first.start()
-    time.sleep(0.1)
+    assert has_begun.wait(30)
     ask(server)
     first.join()
     assert read[0].endswith(b"data: [DONE]\n\n")
