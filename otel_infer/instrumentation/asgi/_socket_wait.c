@@ -6,9 +6,10 @@
 #include <sys/socket.h>
 #endif
 
-enum { TRANSPORT, SOCK_FD, NAMES };
-static const char *const texts[NAMES] = {"transport", "_sock_fd"};
+enum { TRANSPORT, SOCK_FD, GET_EXTRA_INFO, SOCKET, NAMES };
+static const char *const texts[NAMES] = {"transport", "_sock_fd", "get_extra_info", "socket"};
 static PyObject *names[NAMES], *stage_name;
+static PyTypeObject *socket_only;  /* the last type of transport without `_sock_fd`, because a failed lookup is slow */
 static int64_t min_wait_ns, tick_ns, first_tick;
 
 #ifdef __linux__
@@ -39,14 +40,24 @@ static int64_t estimate_wait(int descriptor, int64_t called_at)
 #endif
 }
 
+/* Returns a new reference to the number of a transport's socket, or to the socket; NULL with an exception if it has none. */
+static PyObject *get_socket(PyObject *transport)
+{
+    if (Py_TYPE(transport) != socket_only) {
+        PyObject *number = PyObject_GetAttr(transport, names[SOCK_FD]);  /* of asyncio's own; others have a socket */
+        if (number != NULL || !PyErr_ExceptionMatches(PyExc_AttributeError)) return number;
+        PyErr_Clear();
+        PyTypeObject *last = socket_only;
+        socket_only = (PyTypeObject *)take((PyObject *)Py_TYPE(transport));
+        Py_XDECREF((PyObject *)last);
+    }
+    return PyObject_CallMethodObjArgs(transport, names[GET_EXTRA_INFO], names[SOCKET], NULL);
+}
+
 /* Returns the descriptor of a transport's socket; -1 without an exception if it has none. */
 static int find_descriptor(PyObject *transport)
 {
-    PyObject *number = PyObject_GetAttr(transport, names[SOCK_FD]);  /* of asyncio's own; others have a socket only */
-    if (number == NULL) {
-        PyErr_Clear();
-        number = PyObject_CallMethod(transport, "get_extra_info", "s", "socket");
-    }
+    PyObject *number = get_socket(transport);
     int descriptor = number == NULL || number == Py_None ? -1 : PyObject_AsFileDescriptor(number);
     Py_XDECREF(number);
     if (keep_interrupt()) return -1;
