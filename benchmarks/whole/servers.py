@@ -12,6 +12,8 @@ from typing import Any
 from benchmarks import sglang_on_cpu
 
 TOKENS = 96
+END_OF_TEXT = 2
+"""The token that ends a text of the demo's model. llama-cpp-python's server has no `ignore_eos`."""
 PROGRAMS = "benchmarks.whole.programs"
 ON_CPU = "--device cpu --cb-num-blocks 256 --cb-max-batch-tokens 512"
 CHAT = "/v1/chat/completions"
@@ -179,7 +181,7 @@ def _serve_llama() -> ServedLoad:
         (sys.executable, *_run_program("llama_server"), "{model}"),
         "streams",
         1,
-        _stream_options(),
+        _stream_options(extra={"logit_bias": {str(END_OF_TEXT): -100}}),
     )
 
 

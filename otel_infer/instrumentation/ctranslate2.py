@@ -20,7 +20,7 @@ from otel_infer.instrumentation.hooks.instrumentor import Instrumentor
 from otel_infer.instrumentation.hooks.model_loading import LoadedNames
 from otel_infer.instrumentation.hooks.probe import Hook, WrapperFactory
 from otel_infer.instrumentation.hooks.suppression import torch_suppressed
-from otel_infer.instrumentation.model_calls import ModelLibrary, wrap_call
+from otel_infer.instrumentation.model_calls import ModelLibrary, guard_rows, wrap_call
 from otel_infer.ringbuffer import events
 
 PROVIDER = events.CTRANSLATE2
@@ -40,6 +40,7 @@ LIBRARY = ModelLibrary(PROVIDER, _names.read_name, read_place=read_place, keeps_
 GENERATION = ModelLibrary(PROVIDER, _names.read_name, events.OPERATION_TEXT_COMPLETION, read_place=read_place)
 
 
+@guard_rows
 def count_rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     """Returns the number of sequences, or the first dimension of a `StorageView`; 0 = unknown."""
     batch = args[0] if args else next(iter(kwargs.values()), ())
@@ -130,7 +131,7 @@ def _begin_batch(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], hook
     generation = begin_generation(GENERATION, model, hook)
     if generation is None:
         return None
-    batch = Batch(generation, call_safely(hook, count_rows, args, kwargs) or 0, hook)
+    batch = Batch(generation, count_rows(args, kwargs), hook)
     call_safely(hook, _record_load, generation, model)
     if kwargs.get("callback") is not None:
         kwargs["callback"] = (

@@ -57,10 +57,13 @@ LIBRARY = ModelLibrary(PROVIDER, read_model, events.OPERATION_GENERATE_CONTENT, 
 
 
 class Diffusion:
-    """A call of a pipeline while it runs. `part`: that is recorded now; "" = none. `began_at`: of the step, monotonic ns."""
+    """A call of a pipeline while it runs. `part`: that is recorded now; "" = none. `began_at`: of the step, monotonic ns.
 
-    def __init__(self, call: LibraryCall) -> None:
-        self.call, self.part = call, ""
+    `has_latents`: the result is not decoded, so its size is not that of an image.
+    """
+
+    def __init__(self, call: LibraryCall, has_latents: bool) -> None:
+        self.call, self.part, self.has_latents = call, "", has_latents
         self.steps = self.began_at = 0
 
     def begin_steps(self) -> None:
@@ -77,17 +80,36 @@ class Diffusion:
 
     def end(self, result: Any, failure: BaseException | None) -> None:
         """Records the end of the call, the number of its steps, and the size of its images (px)."""
-        images: Any = getattr(result, "images", None)
-        images = images if images is not None else ()
+        images = _list_images(result)
         request = self.call.request
         if self.steps:
             request.record_attribute(events.DIFFUSION_STEPS, self.steps)
-        if len(images):
-            first = images[0]  # of PIL, or an array of rows
-            width, height = first.size if hasattr(first, "getbands") else (first.shape[1], first.shape[0])
-            request.record_attribute(events.IMAGE_WIDTH, int(width))
-            request.record_attribute(events.IMAGE_HEIGHT, int(height))
+        size = _read_size(images)
+        if size is not None and not self.has_latents:
+            request.record_attribute(events.IMAGE_WIDTH, size[0])
+            request.record_attribute(events.IMAGE_HEIGHT, size[1])
         self.call.end(len(images), failure)
+
+
+def _list_images(result: Any) -> Any:
+    """Returns the images of a pipeline's result: a list, an array or a tensor; empty = unknown."""
+    images: Any = result[0] if isinstance(result, tuple) and result else getattr(result, "images", None)
+    return images if hasattr(images, "__len__") else ()
+
+
+def _read_size(images: Any) -> tuple[int, int] | None:
+    """Returns width and height of images: of PIL, of an array of rows, or of a tensor, whose channels are first."""
+    try:
+        first = images[0]
+        if hasattr(first, "getbands"):
+            width, height = first.size
+        elif hasattr(first, "requires_grad"):
+            height, width = first.shape[-2:]
+        else:
+            height, width = first.shape[:2]
+        return int(width), int(height)
+    except Exception:  # other kinds of results
+        return None
 
 
 class _ThreadState(threading.local):
@@ -104,7 +126,8 @@ def _wrap_pipeline(original: Callable[..., Any], hook: Hook) -> Callable[..., An
         begun = begin_call(LIBRARY, self, hook)
         if begun is None:
             return original(self, *args, **kwargs)
-        diffusion, result, failure = Diffusion(begun), None, None
+        diffusion = Diffusion(begun, kwargs.get("output_type") == "latent")
+        result, failure = None, None
         outer, _thread.diffusion = _thread.diffusion, diffusion
         try:
             result = original(self, *args, **kwargs)
@@ -172,8 +195,17 @@ class _Steps:
     def __len__(self) -> int:
         return len(self._steps)
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._steps, name)
+
     def __iter__(self) -> Iterator[Any]:
-        for step in self._steps:
+        return self._follow(self._steps)
+
+    def __reversed__(self) -> Iterator[Any]:
+        return self._follow(reversed(self._steps))
+
+    def _follow(self, steps: Any) -> Iterator[Any]:
+        for step in steps:
             yield step
             call_safely(self._hook, self._diffusion.end_step)
 
@@ -190,9 +222,9 @@ def _patch_progress(original: Callable[..., Any], hook: Hook) -> Callable[..., A
         bar = original(self, iterable, *args, **kwargs)
         update = bar.update
 
-        def update_and_record(*args: Any) -> Any:
+        def update_and_record(*args: Any, **kwargs: Any) -> Any:
             call_safely(hook, diffusion.end_step)
-            return update(*args)
+            return update(*args, **kwargs)
 
         bar.update = update_and_record
         return bar

@@ -140,8 +140,9 @@ def describe_model(library: ModelLibrary, model: Any) -> KnownModel:
     known = _known_models.get(key)
     if known is not None and known.library is library:
         return known
-    place = library.read_place(model) if library.read_place is not None else ""
-    known = KnownModel(library, (library.operation, library.provider, library.read_model(model)), place)
+    name = _read_text(library.read_model, model) or type(model).__name__
+    place = _read_text(library.read_place, model) if library.read_place is not None else ""
+    known = KnownModel(library, (library.operation, library.provider, name), place)
     if library.keeps_names:
         with contextlib.suppress(TypeError):  # it takes no weak references
             reference = weakref.ref(model, lambda _: _known_models.pop(key, None))
@@ -149,22 +150,32 @@ def describe_model(library: ModelLibrary, model: Any) -> KnownModel:
     return known
 
 
+def _read_text(read: Callable[[Any], str], model: Any) -> str:
+    try:
+        return read(model)
+    except Exception:  # a model of the application may raise anything
+        return ""
+
+
 def forget_model(model: Any) -> None:
     """Reads name and place of a model again at its next call, because the application has changed them."""
     _known_models.pop(id(model), None)
 
 
-def wrap_call(library: ModelLibrary | Callable[[Any], ModelLibrary], rows_of: Rows) -> WrapperFactory:
+def wrap_call(library: ModelLibrary | Callable[[Any], ModelLibrary | None], rows_of: Rows) -> WrapperFactory:
     """Returns a factory for a method of a model that returns when its result is computed.
 
-    `library`: of the method's models, or a function that returns the library of a model. `rows_of`: counts the rows.
+    `library`: of the method's models, or a function that returns the library of a model; None if this call is no inference.
+    `rows_of`: counts the rows.
     """
+    is_standard = rows_of is count_rows
+    rows_of = guard_rows(rows_of)
 
     def make_wrapper(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
         def call_model(self: Any, *args: Any, **kwargs: Any) -> Any:
             found = library if isinstance(library, ModelLibrary) else library(self)
-            call = begin_call(found, self, hook)
-            if call is None:
+            call = begin_call(found, self, hook) if found is not None else None
+            if call is None or found is None:
                 return original(self, *args, **kwargs)
             failure: BaseException | None = None
             try:
@@ -178,10 +189,22 @@ def wrap_call(library: ModelLibrary | Callable[[Any], ModelLibrary], rows_of: Ro
 
         if not isinstance(library, ModelLibrary) or library.has_stages or not library.keeps_names:
             return call_model
-        details = library, _known_models, events.FORWARD, rows_of, rows_of is count_rows
+        details = library, _known_models, events.FORWARD, rows_of, is_standard
         return compile_model_call(original, hook, call_model, details)
 
     return make_wrapper
+
+
+def guard_rows(rows_of: Rows) -> Rows:
+    """Returns a function that returns 0, for unknown, where `rows_of` raises."""
+
+    def count_guarded(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+        try:
+            return rows_of(args, kwargs)
+        except Exception:  # data of the application may raise anything
+            return 0
+
+    return count_guarded
 
 
 class StartedCalls:

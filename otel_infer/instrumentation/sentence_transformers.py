@@ -8,12 +8,14 @@ below `forward` as well. Read and run: 6.2.
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from otel_infer.instrumentation.hooks.engines import read_model_name
 from otel_infer.instrumentation.hooks.instrumentor import Instrumentor
 from otel_infer.instrumentation.model_calls import ModelLibrary, count_rows, wrap_call
 from otel_infer.ringbuffer import events
+from otel_infer.tracing import start
 
 PROVIDER = events.SENTENCE_TRANSFORMERS
 
@@ -33,13 +35,20 @@ EMBEDDINGS = ModelLibrary(PROVIDER, read_model, events.OPERATION_EMBEDDINGS, has
 RERANK = ModelLibrary(PROVIDER, read_model, events.OPERATION_RERANK, has_stages=True)
 _FORWARD = ModelLibrary(PROVIDER, read_model)
 
+
+def _find_forward(_: Any) -> ModelLibrary | None:
+    """Returns None for a step of a training: with gradients and outside of requests, as for models of torch."""
+    is_training = sys.modules["torch"].is_grad_enabled() and start.current_request() is None
+    return None if is_training else _FORWARD
+
+
 for _library, _target in (
     (EMBEDDINGS, "sentence_transformer.model:SentenceTransformer.encode"),
     (EMBEDDINGS, "sparse_encoder.model:SparseEncoder.encode"),
     (EMBEDDINGS, "multi_vector_encoder.model:MultiVectorEncoder.encode"),
     (RERANK, "cross_encoder.model:CrossEncoder.predict"),
     (RERANK, "cross_encoder.model:CrossEncoder.rank"),
-    (_FORWARD, "base.model:BaseModel.forward"),
+    (_find_forward, "base.model:BaseModel.forward"),
 ):
     instrumentor.patch_hot_path(f"sentence_transformers.{_target}", optional=True)(
         wrap_call(_library, count_rows)

@@ -2,11 +2,12 @@
 
     Pipeline.predict ─▶ each transform ─ RandomForestClassifier.predict        one stage, of the outermost model
 
-What `fit` predicts is no inference. Read and run: 1.9.
+What `fit` predicts is no inference, nor is it in the threads and processes of `n_jobs`. Read and run: 1.9.
 """
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -14,17 +15,20 @@ from typing import Any
 from otel_infer.instrumentation.hooks.instrumentor import Instrumentor
 from otel_infer.instrumentation.hooks.probe import Hook
 from otel_infer.instrumentation.hooks.subclass_methods import SubclassMethods
-from otel_infer.instrumentation.hooks.suppression import suppress_torch
+from otel_infer.instrumentation.hooks.suppression import suppress_torch, torch_suppressed
 from otel_infer.instrumentation.model_calls import ModelLibrary, wrap_call
 from otel_infer.ringbuffer import events
 
+PART = "otel_infer_part"
+"""The attribute of a parallel task that is a part of another call."""
 _REQUESTER = "sklearn.utils._metadata_requests:_MetadataRequester"
 
 
 def read_model(model: Any) -> str:
     """Returns the class of an estimator, and of a pipeline the class of its last step."""
     steps = getattr(model, "steps", None)
-    return type(steps[-1][1] if steps else model).__name__
+    last = steps[-1] if isinstance(steps, list) and steps else None
+    return type(last[1] if isinstance(last, tuple) else model).__name__
 
 
 def count_rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
@@ -51,7 +55,14 @@ def _find_library(model: Any) -> ModelLibrary:
 
 
 _wrap_predict = wrap_call(_find_library, count_rows)
-_methods = SubclassMethods({"predict": _wrap_predict, "predict_proba": _wrap_predict, "fit": suppress_torch})
+_methods = SubclassMethods(
+    {
+        "predict": _wrap_predict,
+        "predict_proba": _wrap_predict,
+        "fit": suppress_torch,
+        "fit_predict": suppress_torch,
+    }
+)
 
 
 class _SklearnInstrumentor(Instrumentor):
@@ -69,3 +80,30 @@ instrumentor = _SklearnInstrumentor("sklearn", "scikit-learn", ("sklearn",), is_
 def _patch_init_subclass(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     _methods.wrap_subclasses(sys.modules["sklearn.utils._metadata_requests"]._MetadataRequester, hook)
     return _methods.patch_init_subclass(original, hook)
+
+
+@instrumentor.patch_hot_path("sklearn.utils.parallel:Parallel.__call__", optional=True, part="parallel")
+def _patch_parallel(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+    """Marks the tasks that are parts of a call, because they may run in other threads and processes."""
+
+    def run_in_parallel(self: Any, iterable: Any) -> Any:
+        is_part = hook.alive and torch_suppressed.get()
+        return original(self, (_mark_part(task) for task in iterable) if is_part else iterable)
+
+    return run_in_parallel
+
+
+def _mark_part(task: Any) -> Any:
+    with contextlib.suppress(Exception):  # a function that takes no attributes
+        setattr(task[0], PART, True)
+    return task
+
+
+@instrumentor.patch_hot_path("sklearn.utils.parallel:_FuncWrapper.__call__", optional=True, part="parallel")
+def _patch_task(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+    run_as_part = suppress_torch(original, hook)
+
+    def run_task(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return (run_as_part if PART in self.__dict__ else original)(self, *args, **kwargs)
+
+    return run_task

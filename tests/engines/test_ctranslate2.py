@@ -100,6 +100,13 @@ def test_a_failed_batch_keeps_its_exception(generator: Any, recording: Recording
     assert (record.outcome, record.error_type) == (events.ERROR, type(raised.value).__qualname__)
 
 
+def test_a_batch_of_a_wrong_kind_ends_no_recording(generator: Any, recording: Recording) -> None:
+    with pytest.raises(TypeError):
+        generator.generate_batch(3)
+    generate(generator)
+    assert [record.outcome for record in recording.records()] == [events.ERROR, events.OK]
+
+
 def test_the_load_of_a_model_is_a_phase_of_the_start(folder: Path, recording: Recording) -> None:
     recorder.ensure_rings()
     ctranslate2.Generator(str(folder))

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from tqdm import tqdm
 
 from otel_infer import semconv
 from otel_infer.instrumentation import diffusers as hooks
@@ -103,6 +104,53 @@ def test_a_pipeline_that_iterates_over_its_bar_has_steps(recording: Recording) -
     made(num_inference_steps=3)
     (record,) = recording.records()
     assert stages_of(record).count("denoise step") == 3
+
+
+@pytest.mark.parametrize(("kind", "size"), [("np", (16, 16)), ("pt", (16, 16)), ("latent", None)])
+def test_the_size_is_that_of_a_decoded_image(
+    pipeline: Any, recording: Recording, kind: str, size: Any
+) -> None:
+    pipeline("sky", num_inference_steps=1, output_type=kind, return_dict=False)
+    (record,) = recording.records()
+    found = record.attributes.get(semconv.IMAGE_WIDTH), record.attributes.get(semconv.IMAGE_HEIGHT)
+    assert found == (size or (None, None))
+    (call,) = (stage for stage in record.stages if stage.name == "forward")
+    assert call.attributes[semconv.ITEMS] == 1
+
+
+def make_custom(**methods: Any) -> Any:
+    """Returns a pipeline of the application, of a module of its own."""
+    cls = type("Custom", (diffusers.DiffusionPipeline,), {"__module__": "application", **methods})
+    made = cls()
+    made.register_modules()
+    made.set_progress_bar_config(disable=True)
+    return made
+
+
+def test_a_bar_of_any_use_has_steps(recording: Recording) -> None:
+    def by_name(self: Any) -> Any:
+        with self.progress_bar(total=2) as bar:
+            bar.update(n=1)
+            bar.update(n=1)
+
+    def reverse(self: Any) -> Any:
+        return list(reversed(self.progress_bar([1, 2])))
+
+    assert make_custom(__call__=by_name)() is None
+    as_before = list(reversed(tqdm([1, 2], disable=True)))
+    assert make_custom(__call__=reverse)() == as_before
+    assert [stages_of(record).count("denoise step") for record in recording.records()] == [2, 2]
+
+
+def test_results_and_methods_of_other_kinds_work_as_before(pipeline: Any, recording: Recording) -> None:
+    class Layers:
+        images = [[1, 2], [3]]
+
+    layered = make_custom(__call__=lambda self: Layers, encode_prompt=staticmethod(str.upper))
+    assert layered() is Layers
+    assert layered.encode_prompt("sky") == "SKY"
+    pipeline("sky", num_inference_steps=1)
+    assert [record.outcome for record in recording.records()] == [events.OK] * 2
 
 
 def test_a_call_that_fails_keeps_its_exception(pipeline: Any, recording: Recording) -> None:

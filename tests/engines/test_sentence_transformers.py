@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from otel_infer import semconv
 from otel_infer.instrumentation import sentence_transformers as hooks
@@ -75,12 +76,23 @@ def test_a_cross_encoder_reranks(reranker: Any, recording: Recording, way: str) 
 def test_a_forward_that_is_called_as_a_method_is_a_stage(encoder: Any, recording: Recording) -> None:
     features = encoder.preprocess(TEXTS)
     recording.records()
-    encoder.forward(features)
+    with torch.no_grad():
+        encoder.forward(features)
     (record,) = recording.records()
     assert (describe(record), stages_of(record)) == (
         ("inference", "sentence-transformers", "tiny-encoder"),
         ["forward"],
     )
+
+
+def test_a_step_of_a_training_is_no_inference(encoder: Any, recording: Recording, serve: Serve) -> None:
+    features = encoder.preprocess(TEXTS)
+    recording.records()
+    encoder.train()(features)["sentence_embedding"].sum().backward()
+    assert recording.records() == []
+    with serve():
+        encoder.forward(features)
+    assert [stages_of(record) for record in recording.records()] == [["ingress", "forward"]]
 
 
 def test_a_failed_encode_keeps_its_exception(encoder: Any, recording: Recording) -> None:

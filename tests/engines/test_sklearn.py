@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pickle
 from collections.abc import Iterator
 from typing import Any
@@ -13,6 +14,7 @@ from otel_infer import semconv
 from otel_infer.instrumentation import lightgbm as lightgbm_hooks
 from otel_infer.instrumentation import sklearn as hooks
 from otel_infer.instrumentation import xgboost as xgboost_hooks
+from otel_infer.instrumentation.hooks.suppression import torch_suppressed
 from otel_infer.ringbuffer import events
 from tests.engines.conftest import Serve, describe
 from tests.support.rings import Recording, stages_of
@@ -70,7 +72,15 @@ def make_lightgbm() -> Any:
     return LGBMClassifier(n_estimators=2, verbose=-1)
 
 
+def make_regression() -> Any:
+    """Its `predict` is that of a mixin, which is no estimator itself."""
+    from sklearn.linear_model import LogisticRegression
+
+    return LogisticRegression()
+
+
 MODELS = {
+    "regression": (make_regression, "scikit-learn", "LogisticRegression"),
     "forest": (make_forest, "scikit-learn", "RandomForestClassifier"),
     "pipeline": (make_pipeline, "scikit-learn", "RandomForestClassifier"),
     "search": (make_search, "scikit-learn", "GridSearchCV"),
@@ -130,6 +140,103 @@ def test_a_class_that_is_defined_later_is_followed(recording: Recording) -> None
     Constant().predict([[1.0], [2.0]])
     (record,) = recording.records()
     assert (record.model, record.stages[0].attributes[semconv.ITEMS]) == ("Constant", 2)
+
+
+class UnknownRows:
+    """Data whose number of rows is unknown, as that of a lazy array."""
+
+    shape = (float("nan"), 4)
+
+
+def test_data_and_parameters_of_any_kind_are_followed(recording: Recording) -> None:
+    from sklearn.base import BaseEstimator
+
+    class Steps(BaseEstimator):  # type: ignore[misc]
+        steps = 10
+
+        def predict(self, data: Any) -> str:
+            return "predicted"
+
+    assert [Steps().predict(UnknownRows()), Steps().predict(ROWS)] == ["predicted"] * 2
+    first, second = recording.records()
+    assert (first.model, stages_of(first), first.outcome) == ("Steps", ["forward"], events.OK)
+    assert semconv.ITEMS not in first.stages[0].attributes
+    assert second.stages[0].attributes[semconv.ITEMS] == len(ROWS)
+
+
+def define_methods() -> list[type]:
+    """Returns estimators whose `predict` is no method that returns when its work is done."""
+    from sklearn.base import BaseEstimator
+
+    class Static(BaseEstimator):  # type: ignore[misc]
+        @staticmethod
+        def predict(data: Any) -> list[Any]:
+            return list(data)
+
+    class OfClass(BaseEstimator):  # type: ignore[misc]
+        @classmethod
+        def predict(cls, data: Any) -> list[Any]:
+            return list(data)
+
+    class Computed(BaseEstimator):  # type: ignore[misc]
+        @property
+        def predict(self) -> Any:
+            return list
+
+    class Partial(BaseEstimator):  # type: ignore[misc]
+        def _predict(self, kind: Any, data: Any) -> Any:
+            return kind(data)
+
+        predict = functools.partialmethod(_predict, list)
+
+    class Generated(BaseEstimator):  # type: ignore[misc]
+        def predict(self, data: Any) -> Any:
+            yield from data
+
+    return [Static, OfClass, Computed, Partial, Generated]
+
+
+def test_methods_of_other_kinds_work_as_before(recording: Recording) -> None:
+    assert [list(cls().predict([1, 2])) for cls in define_methods()] == [[1, 2]] * 5
+    assert recording.records() == []
+
+
+@pytest.mark.parametrize("backend", ["threading", "loky"])
+def test_training_in_parallel_is_no_inference(backend: str, recording: Recording) -> None:
+    import joblib
+    from sklearn.model_selection import GridSearchCV
+
+    with joblib.parallel_config(backend=backend):
+        GridSearchCV(make_forest(), {"max_depth": [1, 2]}, cv=2, n_jobs=2).fit(ROWS, LABELS)
+    assert recording.records() == []
+
+
+def test_tasks_of_a_training_are_marked_for_other_processes() -> None:
+    from sklearn.utils.parallel import Parallel, delayed
+
+    def read_marks() -> list[bool]:
+        tasks = [delayed(len)([])]
+        Parallel()(tasks)
+        return [hasattr(task[0], hooks.PART) for task in tasks]
+
+    assert read_marks() == [False]
+    token = torch_suppressed.set(True)
+    try:
+        assert read_marks() == [True]
+    finally:
+        torch_suppressed.reset(token)
+
+
+def test_what_training_predicts_for_its_objective_is_no_inference(recording: Recording) -> None:
+    import xgboost
+
+    def objective(margin: Any, data: Any) -> Any:
+        return margin - data.get_label(), np.ones(len(LABELS))
+
+    data = xgboost.DMatrix(ROWS, LABELS)
+    metric = {"custom_metric": lambda margin, data: ("zero", 0.0), "evals": [(data, "train")]}
+    xgboost.train({}, data, 2, obj=objective, verbose_eval=False, **metric)
+    assert recording.records() == []
 
 
 def test_models_pickle_and_check_their_methods_as_before(recording: Recording) -> None:

@@ -122,6 +122,24 @@ def test_a_script_that_is_loaded_is_seen(tmp_path: Path, recording: Recording, s
     assert [stages for _, stages in names_and_stages(recording)] == [["ingress", "forward"]] * 2
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        torch.jit.script,
+        lambda model: torch.jit.trace(model, rows()),
+        lambda model: torch.jit.optimize_for_inference(torch.jit.script(model)),
+    ],
+)
+def test_a_program_of_a_model_in_evaluation_mode_is_seen(
+    make: Any, recording: Recording, serve: Serve
+) -> None:
+    program = make(Vision().eval())
+    assert recording.records() == []  # what `trace` checks is no call of the application
+    with serve():
+        program(rows())
+    assert [stages for _, stages in names_and_stages(recording)] == [["ingress", "forward"]]
+
+
 def test_an_exported_program_is_seen(tmp_path: Path, recording: Recording, serve: Serve) -> None:
     torch.export.save(torch.export.export(Vision(), (rows(),)), tmp_path / "vision.pt2")
     module = torch.export.load(tmp_path / "vision.pt2").module()

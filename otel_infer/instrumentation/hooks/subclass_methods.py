@@ -2,12 +2,15 @@
 
     class MyModel(Base): def predict(self, …)  ─▶ Base.__init_subclass__ ─▶ MyModel.predict is wrapped
 
+A mixin that is no subclass itself is wrapped with the first subclass that inherits from it.
 Classes of `__main__` are left as they are, because cloudpickle pickles them by value, with all that their methods hold.
+So are methods that do not end where they return (generators, coroutines), and what is no method of an object.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -30,7 +33,7 @@ class SubclassMethods:
         def init_subclass(cls: type, **kwargs: Any) -> None:
             original(cls, **kwargs)
             if hook.alive:
-                self.wrap_class(cls, hook)
+                self.wrap_class_and_bases(cls, hook)
 
         return init_subclass
 
@@ -38,8 +41,14 @@ class SubclassMethods:
         """Wraps the methods of all subclasses that exist."""
         known: list[type] = base.__subclasses__()
         for cls in known:
-            self.wrap_class(cls, hook)
+            self.wrap_class_and_bases(cls, hook)
             self.wrap_subclasses(cls, hook)
+
+    def wrap_class_and_bases(self, cls: type, hook: Hook) -> None:
+        """Wraps the methods of the class and of all that it inherits from. Never raises."""
+        for base in cls.__mro__:
+            if base not in self._wrapped and base.__module__ != "builtins":
+                self.wrap_class(base, hook)
 
     def wrap_class(self, cls: type, hook: Hook) -> None:
         """Wraps the methods that the class itself defines. Never raises."""
@@ -52,8 +61,9 @@ class SubclassMethods:
                 continue
             try:
                 replacement = _replace_method(current, make, hook)
-                setattr(cls, name, replacement)
-                wrapped[name] = current, replacement
+                if replacement is not None:
+                    setattr(cls, name, replacement)
+                    wrapped[name] = current, replacement
             except Exception as exc:
                 hook.count_failure(exc)
 
@@ -67,11 +77,29 @@ class SubclassMethods:
 
 
 def _replace_method(current: Any, make: WrapperFactory, hook: Hook) -> Any:
-    """Returns the wrapper of a function, or of a descriptor that binds its function `fn` on some conditions."""
+    """Returns the wrapper of a method, or of a descriptor that binds its function `fn` on some conditions.
+
+    None for what is left as it is, such as a static method, a property or a generator.
+    """
     inner = getattr(current, "fn", None)
-    if not callable(current) and callable(inner):  # scikit-learn's `available_if`
-        condition: Any = current
-        return type(current)(
-            functools.wraps(inner)(make(inner, hook)), condition.check, condition.attribute_name
-        )
+    is_conditional = not callable(current) and callable(inner) and hasattr(current, "check")
+    if is_conditional:  # scikit-learn's `available_if`
+        return type(current)(functools.wraps(inner)(make(inner, hook)), current.check, current.attribute_name)
+    if not _is_method(current) or _ends_later(current):
+        return None
     return functools.wraps(current)(make(current, hook))
+
+
+def _is_method(attribute: Any) -> bool:
+    """Returns whether an attribute of a class is called with the object first."""
+    return (
+        callable(attribute)
+        and hasattr(type(attribute), "__get__")
+        and not isinstance(attribute, (staticmethod, classmethod))
+    )
+
+
+def _ends_later(function: Any) -> bool:
+    """Returns whether a function returns before its work has ended."""
+    kinds = inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction
+    return any(is_kind(function) for is_kind in kinds)

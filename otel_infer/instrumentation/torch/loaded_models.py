@@ -1,10 +1,12 @@
 """Registers models that nobody put into evaluation mode: whose weights were loaded or moved, or that come as programs.
 
     load_state_dict, to            ─▶ the model is outermost, until `train()` is called
-    torch.jit.load, torch.jit.freeze, torch.export.load(…).module() ─▶ the program is outermost
+    torch.jit.load, torch.jit.freeze, torch.jit.optimize_for_inference, torch.export.load(…).module() ─▶ the program is outermost
+    torch.jit.script, torch.jit.trace of a model in evaluation mode ─▶ likewise
     aoti_load_package ─▶ its calls are the stage `forward`
 
-A call with gradients and without a request is a training loop, and not recorded (`forward`).
+A call with gradients and without a request is a training loop, and not recorded (`forward`). Nor are the calls by which
+`torch.jit.trace` checks its result.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from typing import Any
 from otel_infer.instrumentation.hooks.engines import read_file_name
 from otel_infer.instrumentation.hooks.guarded_calls import call_safely
 from otel_infer.instrumentation.hooks.probe import Hook, WrapperFactory
+from otel_infer.instrumentation.hooks.suppression import suppress_torch
 from otel_infer.instrumentation.model_calls import ModelLibrary, count_rows, wrap_call
 from otel_infer.instrumentation.torch.forward import PROVIDER, instrumentor, watch_module
 
@@ -59,6 +62,18 @@ def _patch_maker(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]
     return make
 
 
+def _patch_compiler(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+    """For the function that makes a program of a module, in the mode of the module."""
+
+    def compile_module(*args: Any, **kwargs: Any) -> Any:
+        module = original(*args, **kwargs)
+        if hook.alive and getattr(module, "training", True) is False:
+            call_safely(hook, _watch_loaded, module)
+        return module
+
+    return compile_module
+
+
 def _patch_load_package(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     def load_package(path: Any, *args: Any, **kwargs: Any) -> Any:
         package = original(path, *args, **kwargs)
@@ -74,6 +89,10 @@ _TARGETS: tuple[tuple[str, WrapperFactory, str], ...] = (
     (f"{_MODULE}.to", _patch_method, "loading"),
     ("torch.jit:load", _patch_maker, "jit"),
     ("torch.jit:freeze", _patch_maker, "jit"),
+    ("torch.jit:optimize_for_inference", _patch_maker, "jit"),
+    ("torch.jit._recursive:create_script_module", _patch_compiler, "jit"),
+    ("torch.jit._trace:make_module", _patch_compiler, "jit"),
+    ("torch.jit._trace:_check_trace", suppress_torch, "jit"),
     ("torch.export.exported_program:ExportedProgram.module", _patch_maker, "export"),
     ("torch._inductor:aoti_load_package", _patch_load_package, "inductor"),
     (
