@@ -21,7 +21,7 @@ from otel_infer.instrumentation.hooks.instrumentor import Instrumentor
 from otel_infer.instrumentation.hooks.model_loading import wrap_loading
 from otel_infer.instrumentation.hooks.probe import Hook
 from otel_infer.instrumentation.hooks.suppression import torch_suppressed
-from otel_infer.instrumentation.model_calls import ModelLibrary
+from otel_infer.instrumentation.model_calls import ModelLibrary, count_rows, wrap_call
 from otel_infer.ringbuffer import events
 from otel_infer.tracing.context import detach
 
@@ -82,15 +82,17 @@ class Transcription(StreamWork):
 
     def end(self, exc: BaseException | None) -> None:
         if exc is None:
-            self.generation.finish("stop")
+            self.begin_model(_clock.now())  # of audio without speech
+            self.generation.finish("stop", has_decoded=False)
         else:
             self.generation.fail(exc)
 
 
 def _patch_init(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
-    def init(self: Any, model_size_or_path: Any, *args: Any, **kwargs: Any) -> Any:
-        setattr(self, NAME, read_file_name(str(model_size_or_path)))
-        return original(self, model_size_or_path, *args, **kwargs)
+    def init(self: Any, *args: Any, **kwargs: Any) -> Any:
+        path = args[0] if args else kwargs.get("model_size_or_path", "")
+        setattr(self, NAME, read_file_name(str(path)))
+        return original(self, *args, **kwargs)
 
     init.__name__ = "__init__"
     return wrap_loading(PROVIDER, read_model)(init, hook)
@@ -161,6 +163,7 @@ def _count_batch(result: Any) -> int:
 
 _BATCHED = "BatchedInferencePipeline"
 for _path, _make in (
+    ("WhisperModel.detect_language", wrap_call(ModelLibrary(PROVIDER, read_model), count_rows)),
     ("WhisperModel.__init__", _patch_init), ("WhisperModel.transcribe", _patch_transcribe),
     (f"{_BATCHED}.transcribe", _patch_transcribe), ("WhisperModel.encode", _patch_encode),
     ("WhisperModel.generate_with_fallback", _patch_decode(_count_window)),

@@ -6,6 +6,7 @@ it ends, raises, or is left before its end ─▶ work.end
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Generator
 from typing import Any
 
@@ -26,11 +27,18 @@ class StreamWork:
         """Notes an item, which is yielded next."""
 
     def end(self, exc: BaseException | None) -> None:
-        """Ends the work. `exc`: what left the stream; `GeneratorExit` = its reader left it; None = it is exhausted."""
+        """Ends the work, once. `exc`: what left the stream; `GeneratorExit` = its reader left it; None = it is exhausted."""
 
 
 def follow_stream(stream: Any, work: StreamWork, hook: Hook) -> Generator[Any, Any, Any]:
-    """Yields what the stream yields, and passes on what it is sent, and what is thrown into it."""
+    """Returns a generator that yields what the stream yields, and passes on what it is sent, and what is thrown into it."""
+    followed = _follow(stream, work, hook)
+    # A generator that is left before its first item never runs.
+    weakref.finalize(followed, call_safely, hook, work.end, GeneratorExit())
+    return followed
+
+
+def _follow(stream: Any, work: StreamWork, hook: Hook) -> Generator[Any, Any, Any]:
     sent, thrown = None, None
     try:
         while True:

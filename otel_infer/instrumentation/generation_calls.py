@@ -8,12 +8,15 @@ which one generation has at a time.
 
 from __future__ import annotations
 
+import weakref
 from array import array
 from collections import deque
+from collections.abc import Mapping
 from operator import attrgetter
 from typing import Any
 
 from otel_infer import _clock
+from otel_infer.instrumentation.hooks.guarded_calls import call_safely
 from otel_infer.instrumentation.hooks.probe import Hook
 from otel_infer.instrumentation.hooks.thread_counters import begin_thread_run, record_thread_run
 from otel_infer.instrumentation.model_calls import ModelLibrary, describe_model, open_request
@@ -57,16 +60,16 @@ class Generation:
         elif has_own_steps:
             recorder.record_missing_steps(request.handle)
 
-    def submit(self, prompt_tokens: int = 0, at: int = 0) -> None:
+    def submit(self, prompt_tokens: int = 0, at: int = 0, sequences: int = 1) -> None:
         """Records that the input is handed over to the model, once. `prompt_tokens`: 0 = unknown. `at`: monotonic ns; 0 = now."""
         if self.is_submitted:
             return
         self.is_submitted, self.request.engine = True, self.library.provider
         counts = events.clamp_count(prompt_tokens), self.max_tokens, self.library.provider
-        self.request.record_event(events.RequestSubmitted(at or _clock.now(), 1, *counts))
+        self.request.record_event(events.RequestSubmitted(at or _clock.now(), sequences, *counts))
 
     def note_prompt(self, tokens: int) -> None:
-        """Records the number of tokens of a prompt that was submitted as a text."""
+        """Records further tokens of the prompt, or those of one that was submitted as a text."""
         prompt = events.RequestSubmitted(_clock.now(), 0, tokens, 0, self.library.provider)
         self.request.record_event(prompt)
 
@@ -94,11 +97,14 @@ class Generation:
             self.end_step(0)
             self.steps -= 1
 
-    def finish(self, reason: str = "") -> None:
-        """Records the normal end. `reason`: of the library; "" = `length` at the most tokens, else `stop`."""
+    def finish(self, reason: str = "", has_decoded: bool = True) -> None:
+        """Records the normal end. `reason`: of the library; "" = `length` at the most tokens, else `stop`.
+
+        `has_decoded`: False = there was nothing to generate; else a generation without steps is one `decode`.
+        """
         if self.is_ended:
             return
-        if not self.steps:
+        if not self.steps and has_decoded:
             self.request.record_event(events.RequestScheduled(self.began_at))
             self.request.record_stage(events.DECODE, self.began_at, self.tokens)
         reason = reason or ("length" if 0 < self.max_tokens <= self.tokens else "stop")
@@ -138,10 +144,10 @@ class SharedSteps:
         self._writer: BatchWriter | None = None
         self._launched: deque[tuple[int, list[Any]]] = deque()
 
-    def begin_step(self, members: list[Any], tokens: list[int]) -> None:
+    def begin_step(self, members: list[Any], tokens: list[int], at: int = 0) -> None:
         """Records that a pass begins. `members` have `packed`, `steps` and `tokens`, as a `Generation` has.
 
-        `tokens`: that it computes, of each member.
+        `tokens`: that it computes, of each member. `at`: monotonic ns; 0 = now.
         """
         if self._writer is None or not self._writer.alive:
             self._writer = _acquire_writer(self._library)
@@ -150,7 +156,7 @@ class SharedSteps:
         step = 0
         if self._writer is not None:
             column = array("I", tokens).tobytes() if set(tokens) != {1} else b""
-            step = self._writer.write_scheduled(members, (), column, 0, 0, len(members), 0)
+            step = self._writer.write_scheduled(members, (), column, 0, 0, len(members), 0, at=at)
         self._launched.append((step, members))
 
     def end_step(self, tokens: list[int]) -> None:
@@ -178,6 +184,73 @@ class SharedSteps:
         self._launched.clear()
         if writer is not None:
             recorder.release_batch_writer(self._library.provider, writer)
+
+
+class SharedGenerations:
+    """Generations that a library computes together, by the ids of the objects that stand for them: requests, handles.
+
+    The library tells only after a pass who got a token, so it is recorded then. If nobody got one, a part of the oldest prompt was
+    computed. An object that is dropped ends its generation, so there is no reference to it here.
+    """
+
+    def __init__(self, library: ModelLibrary, hook: Hook) -> None:
+        self._steps, self._hook = SharedSteps(library), hook
+        self._generations: dict[int, Generation] = {}
+        self._left: dict[int, int] = {}
+        self._owners: dict[int, weakref.ref[Any]] = {}
+        self._began_at = 0
+
+    def __bool__(self) -> bool:
+        return bool(self._generations)
+
+    def add(self, owner: Any, generation: Generation, prompt_tokens: int = 1) -> None:
+        """Adds a generation, which waits from now on."""
+        key = id(owner)
+        self._generations[key], self._left[key] = generation, prompt_tokens
+        self._owners[key] = weakref.ref(owner, lambda _: call_safely(self._hook, self.leave, key))
+
+    def list_owners(self) -> list[Any]:
+        """Returns the objects that stand for the generations."""
+        return [owner for reference in list(self._owners.values()) if (owner := reference()) is not None]
+
+    def begin_step(self) -> None:
+        """Notes that a pass begins."""
+        self._began_at = _clock.now()
+
+    def end_step(self, delivered: Mapping[int, int]) -> None:
+        """Records a pass. `delivered`: the tokens of each object that got some, by its id."""
+        delivered = {key: count for key, count in delivered.items() if key in self._generations}
+        waiting = [key for key in self._generations if self._left[key]]
+        keys = list(delivered) or waiting[:1] or list(self._generations)
+        computed = [self._left[key] or 1 if key in delivered else 1 for key in keys]
+        self._steps.begin_step([self._generations[key] for key in keys], computed, self._began_at)
+        self._steps.end_step([delivered.get(key, 0) for key in keys])
+        self._left.update(dict.fromkeys(delivered, 0))
+
+    def take(self, owner: Any) -> Generation | None:
+        """Returns a generation, which is about to end, and forgets it; None if it has ended."""
+        return self._take(id(owner))
+
+    def _take(self, key: int) -> Generation | None:
+        generation = self._generations.pop(key, None)
+        self._left.pop(key, None)
+        self._owners.pop(key, None)
+        if not self._generations:
+            self._steps.release()
+        return generation
+
+    def leave(self, key: int) -> None:
+        """Ends a generation whose object, of this id, is dropped, or that is cancelled."""
+        generation = self._take(key)
+        if generation is not None:
+            generation.fail(GeneratorExit())
+
+    def fail(self, exc: BaseException) -> None:
+        """Ends all generations, because the library failed."""
+        for key in list(self._generations):
+            generation = self._take(key)
+            if generation is not None:
+                generation.fail(exc)
 
 
 def _acquire_writer(library: ModelLibrary) -> BatchWriter | None:

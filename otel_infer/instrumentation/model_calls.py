@@ -9,6 +9,7 @@ library, of another one or of torch, is a part of it.
 from __future__ import annotations
 
 import contextlib
+import math
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
@@ -274,10 +275,10 @@ def wrap_tokenizer(original: Callable[..., Any], hook: Hook) -> Callable[..., An
 
 
 def count_tokens(tokens: Any) -> int:
-    """Returns the number of tokens of one text: of a list, or of an array or tensor, whose last dimension it is."""
+    """Returns the number of tokens of a list, or of an array or tensor with any number of dimensions."""
     shape: Any = getattr(tokens, "shape", None)
     shape = shape() if callable(shape) else shape
-    return int(shape[-1]) if shape else len(tokens)
+    return int(math.prod(shape)) if shape else len(tokens)
 
 
 def count_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:

@@ -13,8 +13,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from otel_infer.instrumentation.generation_calls import Generation, SharedSteps, begin_generation
-from otel_infer.instrumentation.hooks.guarded_calls import call_safely
+from otel_infer.instrumentation.generation_calls import Generation, SharedGenerations, begin_generation
+from otel_infer.instrumentation.hooks.guarded_calls import call_or_fail, call_safely
 from otel_infer.instrumentation.hooks.instrumentor import Instrumentor
 from otel_infer.instrumentation.hooks.model_loading import LoadedNames
 from otel_infer.instrumentation.hooks.probe import Hook
@@ -23,7 +23,9 @@ from otel_infer.ringbuffer import events
 
 PROVIDER = events.OPENVINO_GENAI
 _MODULE = "openvino_genai.py_openvino_genai"
-_FINISHED = "FINISHED"
+_ENDED = ("FINISHED", "STOP")
+_COMPUTED = ("RUNNING", "FINISHED")
+"""States of a request that has ended normally, and of one that the last step computed."""
 
 instrumentor = Instrumentor("openvino_genai", "openvino-genai", ("openvino_genai",), is_engine=True)
 
@@ -47,11 +49,7 @@ def _wrap_generate(original: Callable[..., Any], hook: Hook) -> Callable[..., An
                 if len(args) > 2
                 else (args, {**kwargs, "streamer": followed})
             )
-        try:
-            result = original(self, *args, **kwargs)
-        except BaseException as exc:
-            call_safely(hook, generation.fail, exc)
-            raise
+        result = call_or_fail(hook, generation, original, (self, *args), kwargs)
         call_safely(hook, _end_generation, generation, result)
         return result
 
@@ -77,6 +75,9 @@ def _end_generation(generation: Generation, result: Any) -> None:
     metrics = getattr(results[0] if results else None, "perf_metrics", None)
     if generation.step:
         generation.drop_step()
+        if metrics is not None:
+            generation.tokens = int(metrics.get_num_generated_tokens()) or generation.tokens
+            generation.note_prompt(int(metrics.get_num_input_tokens()))
     elif metrics is not None:
         _record_past(generation, metrics)
     generation.submit()
@@ -107,52 +108,50 @@ def _record_past(generation: Generation, metrics: Any) -> None:
 
 
 class Batching:
-    """The requests of a pipeline that are not finished: each handle with its generation. Any thread may add one.
+    """The requests of a pipeline that are not finished. Any thread may add one. `started`: the ids of handles with a token."""
 
-    `in_step`: those of the step that runs. `started`: those that have a token.
-    """
+    def __init__(self, hook: Hook) -> None:
+        self.requests = SharedGenerations(TEXT, hook)
+        self.started: set[int] = set()
+        self.fail = self.requests.fail
 
-    def __init__(self) -> None:
-        self.running: list[tuple[Any, Generation]] = []
-        self.in_step: list[tuple[Any, Generation]] = []
-        self.started: set[Any] = set()
-        self.steps = SharedSteps(TEXT)
-
-    def begin_step(self) -> None:
-        self.in_step = list(self.running)
-        self.steps.begin_step([generation for _, generation in self.in_step], [1] * len(self.in_step))
+    def add(self, handle: Any, generation: Generation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Adds a request, by the arguments of `add_request`. The answers of several sequences can be read at their end only."""
+        config: Any = args[2] if len(args) > 2 else kwargs.get("generation_config")
+        if getattr(config, "num_beams", 1) > 1 or getattr(config, "num_return_sequences", 1) > 1:
+            self.started.add(id(handle))
+        self.requests.add(handle, generation)
 
     def end_step(self) -> None:
         """Ends a step. The library does not tell who got a token: all that have one before, or can read their first."""
-        self.started |= {handle for handle, _ in self.in_step if handle.can_read()}
-        self.steps.end_step([int(handle in self.started) for handle, _ in self.in_step])
-        for handle, generation in self.in_step:
-            if handle.get_status().name == _FINISHED:
-                metrics = handle.get_perf_metrics()
-                generation.tokens = len(metrics.raw_metrics.m_new_token_times) or generation.tokens
-                generation.note_prompt(int(metrics.get_num_input_tokens()))
-                generation.finish()
-            elif handle.get_status().name != "RUNNING":
-                generation.fail(GeneratorExit())
-        self._keep_running()
+        handles = self.requests.list_owners()
+        states = {id(handle): handle.get_status().name for handle in handles}
+        self.started |= {id(handle) for handle in handles if handle.can_read()}
+        self.requests.end_step(
+            {key: 1 for key, state in states.items() if key in self.started and state in _COMPUTED}
+        )
+        for handle in handles:
+            if states[id(handle)] != "RUNNING":
+                self._end(handle, states[id(handle)])
+        self.started &= states.keys()
 
-    def fail(self, exc: BaseException) -> None:
-        """Ends all requests, because a step failed."""
-        for _, generation in self.in_step:
-            generation.fail(exc)
-        self._keep_running()
+    def _end(self, handle: Any, state: str) -> None:
+        generation = self.requests.take(handle)
+        if generation is None:
+            return
+        metrics = handle.get_perf_metrics()
+        generation.tokens = int(metrics.get_num_generated_tokens()) or generation.tokens
+        generation.note_prompt(int(metrics.get_num_input_tokens()))
+        if state in _ENDED:
+            generation.finish("stop" if state == "STOP" else "")
+        else:
+            generation.fail(GeneratorExit())
 
-    def _keep_running(self) -> None:
-        self.running = [pair for pair in self.running if not pair[1].is_ended]
-        self.started &= {handle for handle, _ in self.running}
-        if not self.running:
-            self.steps.release()
 
-
-def _find_batching(pipeline: Any) -> Batching:
+def _find_batching(pipeline: Any, hook: Hook) -> Batching:
     known: Batching | None = _batchings.get(pipeline)
     if known is None:
-        known = _batchings[pipeline] = Batching()
+        known = _batchings[pipeline] = Batching(hook)
     return known
 
 
@@ -162,14 +161,10 @@ _batchings: weakref.WeakKeyDictionary[Any, Batching] = weakref.WeakKeyDictionary
 def _wrap_add(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     def add_request(self: Any, *args: Any, **kwargs: Any) -> Any:
         generation = begin_generation(TEXT, self, hook, has_own_steps=False) if hook.alive else None
-        try:
-            handle = original(self, *args, **kwargs)
-        except BaseException as exc:
-            if generation is not None:
-                call_safely(hook, generation.fail, exc)
-            raise
-        if generation is not None:
-            call_safely(hook, lambda: _find_batching(self).running.append((handle, generation)))
+        if generation is None:
+            return original(self, *args, **kwargs)
+        handle = call_or_fail(hook, generation, original, (self, *args), kwargs)
+        call_safely(hook, lambda: _find_batching(self, hook).add(handle, generation, args, kwargs))
         return handle
 
     return add_request
@@ -178,14 +173,10 @@ def _wrap_add(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
 def _wrap_step(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     def step(self: Any) -> Any:
         known = _batchings.get(self) if hook.alive else None
-        if known is None or not known.running:
+        if known is None or not known.requests:
             return original(self)
-        call_safely(hook, known.begin_step)
-        try:
-            result = original(self)
-        except BaseException as exc:
-            call_safely(hook, known.fail, exc)
-            raise
+        call_safely(hook, known.requests.begin_step)
+        result = call_or_fail(hook, known, original, (self,), {})
         call_safely(hook, known.end_step)
         return result
 

@@ -33,7 +33,7 @@ def read_model(model: Any) -> str:
 
 def count_rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     """Returns the number of rows of the data: an array, a frame, a list of rows or XGBoost's `DMatrix`; 0 = unknown."""
-    data = args[0] if args else next(iter(kwargs.values()), None)
+    data = args[0] if args else kwargs.get("X", kwargs.get("data"))
     counted = getattr(data, "num_row", None)
     if callable(counted):
         return int(counted())

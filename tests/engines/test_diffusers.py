@@ -144,7 +144,7 @@ def test_a_bar_of_any_use_has_steps(recording: Recording) -> None:
 
 def test_results_and_methods_of_other_kinds_work_as_before(pipeline: Any, recording: Recording) -> None:
     class Layers:
-        images = [[1, 2], [3]]
+        images = ([1, 2], [3])
 
     layered = make_custom(__call__=lambda self: Layers, encode_prompt=staticmethod(str.upper))
     assert layered() is Layers

@@ -47,14 +47,24 @@ def read_model_name(model: Any) -> str:
 
 @functools.lru_cache(256)
 def read_file_name(path: str) -> str:
-    """Returns the name of a model by the path of its file: without the suffix, or its folder's if that says nothing."""
+    """Returns the name of a model by the path of its file or folder: a file without its suffix; its folder's name if exporters
+    give that name to every model: `model_quantized.onnx`, `openvino_model.xml`, `decoder_with_past_model.onnx`.
+    """
     *folders, name = [part for part in _SEPARATORS.split(path) if part] or [""]
-    stem = name.rpartition(".")[0] or name
-    return folders[-1] if folders and stem.split("_")[0] in _GENERIC_NAMES else stem
+    stem, _, suffix = name.rpartition(".")
+    if not stem or suffix.lower() not in _SUFFIXES:
+        return name
+    words = set(re.split(r"[_.-]", stem.lower()))
+    return folders[-1] if folders and "model" in words and words <= _GENERIC_WORDS else stem
 
 
-_GENERIC_NAMES = frozenset(("model", "openvino", "encoder", "decoder", "onnx", ""))
-"""First words of file names that exporters give to every model: `model_quantized.onnx`, `openvino_model.xml`."""
+_SUFFIXES = frozenset(
+    "bin engine ggml gguf h5 json keras mlmodel onnx ort pb pkl plan pt pt2 pte pth safetensors so tflite trt ubj xml zip".split()
+)
+_GENERIC_WORDS = frozenset(
+    "model openvino encoder decoder with past merged text language prefill lm head tokenizer detokenizer embeddings vision "
+    "quantized optimized fp16 fp32 bf16 int4 int8 uint8 q4 q4f16 q8 bnb4 o1 o2 o3 o4 1 2".split()
+)
 
 
 @functools.lru_cache(256)

@@ -5,6 +5,7 @@ The outermost load counts, because a model may load others as its components.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import weakref
@@ -92,6 +93,10 @@ def _end_loading(
         hook.mark_failed(exc)
 
 
+_SOURCES = ("model_path", "models_path", "config_path", "path", "model", "config")
+"""Names of the first parameter of such an `__init__`."""
+
+
 class LoadedNames:
     """Names of the models of a library whose objects are compiled, and do not tell from where they were loaded.
 
@@ -107,28 +112,27 @@ class LoadedNames:
         return self._names.get(owner) or type(owner).__name__
 
     def copy_name(self, owner: Any, source: Any) -> None:
-        """Names an object as another one, if that has a name."""
-        if source in self._names:
-            self._names[owner] = self._names[source]
+        """Names an object by the path of a model, or as another object, if that has a name."""
+        if isinstance(source, (str, os.PathLike)):
+            self._names[owner] = read_file_name(str(source).rstrip("/"))
+            return
+        with contextlib.suppress(TypeError):  # it takes no weak references
+            if source in self._names:
+                self._names[owner] = self._names[source]
 
     def wrap_loading(self, original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
         """A factory for the `__init__` of a model."""
-
-        def init(self_: Any, path: Any, *args: Any, **kwargs: Any) -> None:
-            original(self_, path, *args, **kwargs)
-            if hook.alive and isinstance(path, (str, os.PathLike)):
-                name = read_file_name(str(path).rstrip("/"))
-                call_safely(hook, lambda: self._names.__setitem__(self_, name))
-
-        init.__name__ = "__init__"
-        return wrap_loading(self._engine, self.read_name)(init, hook)
+        return wrap_loading(self._engine, self.read_name)(self.wrap_owner(original, hook), hook)
 
     def wrap_owner(self, original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
-        """A factory for the `__init__` of what is made of a model."""
+        """A factory for the `__init__` of what is made of a model or of a path, its first argument."""
 
-        def init(self_: Any, model: Any, *args: Any, **kwargs: Any) -> None:
-            original(self_, model, *args, **kwargs)
-            if hook.alive:
-                call_safely(hook, self.copy_name, self_, model)
+        def init(*args: Any, **kwargs: Any) -> None:
+            original(*args, **kwargs)
+            if hook.alive and args:
+                named = (kwargs[name] for name in _SOURCES if name in kwargs)
+                source = args[1] if len(args) > 1 else next(named, None)
+                call_safely(hook, self.copy_name, args[0], source)
 
+        init.__name__ = "__init__"
         return init

@@ -81,7 +81,7 @@ def _replace_method(current: Any, make: WrapperFactory, hook: Hook) -> Any:
 
     None for what is left as it is, such as a static method, a property or a generator.
     """
-    inner = getattr(current, "fn", None)
+    inner: Any = getattr(current, "fn", None)
     is_conditional = not callable(current) and callable(inner) and hasattr(current, "check")
     if is_conditional:  # scikit-learn's `available_if`
         return type(current)(functools.wraps(inner)(make(inner, hook)), current.check, current.attribute_name)
