@@ -2,7 +2,7 @@
 
     Generator(path) ─▶ phase `weights`            encode, forward_batch, score_batch ─▶ `forward`
     generate_batch, translate_batch, Whisper.generate ─▶ `decode`; with a callback for each token its steps
-    …(asynchronous=True) ─▶ result() of the first result
+    …(asynchronous=True) ─▶ when all results are there, as result() of one finds them
 
 The callback is the user's, or that of `generate_tokens`. None is added, because the library then would call Python for each
 token. Read and run: 4.8.
@@ -10,17 +10,18 @@ token. Read and run: 4.8.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
+from itertools import repeat
 from typing import Any
 
 from otel_infer.instrumentation.generation_calls import Generation, begin_generation
-from otel_infer.instrumentation.hooks.guarded_calls import call_safely
+from otel_infer.instrumentation.hooks.guarded_calls import call_or_fail, call_safely
 from otel_infer.instrumentation.hooks.instrumentor import Instrumentor
 from otel_infer.instrumentation.hooks.model_loading import LoadedNames
 from otel_infer.instrumentation.hooks.probe import Hook, WrapperFactory
 from otel_infer.instrumentation.hooks.suppression import torch_suppressed
-from otel_infer.instrumentation.model_calls import ModelLibrary, guard_rows, wrap_call
+from otel_infer.instrumentation.model_calls import ModelLibrary, begin_call, guard_rows, wrap_call
+from otel_infer.instrumentation.pending_results import PendingResults, wrap_result
 from otel_infer.ringbuffer import events
 
 PROVIDER = events.CTRANSLATE2
@@ -40,11 +41,25 @@ LIBRARY = ModelLibrary(PROVIDER, _names.read_name, read_place=read_place, keeps_
 GENERATION = ModelLibrary(PROVIDER, _names.read_name, events.OPERATION_TEXT_COMPLETION, read_place=read_place)
 
 
+_INPUTS = ("source", "start_tokens", "inputs", "tokens", "prompts", "features")
+"""Names of the first parameter of the methods."""
+
+
+def _find_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return args[0] if args else next((kwargs[name] for name in _INPUTS if name in kwargs), ())
+
+
 @guard_rows
 def count_rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     """Returns the number of sequences, or the first dimension of a `StorageView`; 0 = unknown."""
-    batch = args[0] if args else next(iter(kwargs.values()), ())
+    batch = _find_inputs(args, kwargs)
     return len(batch) if isinstance(batch, (list, tuple)) else int(next(iter(batch.shape), 0))
+
+
+def _list_prompts(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[list[str]]:
+    """Returns the tokens of each prompt; empty = unknown."""
+    batch = _find_inputs(args, kwargs)
+    return [row for row in batch if isinstance(row, list)] if isinstance(batch, list) else []
 
 
 class Tokens:
@@ -67,10 +82,10 @@ class Tokens:
 
 
 class Batch:
-    """A call that generates for a batch. `tokens`: None without a callback."""
+    """A call that generates for a batch. `tokens`: None without a callback. `prompts`: that the results may begin with."""
 
-    def __init__(self, generation: Generation, rows: int, hook: Hook) -> None:
-        self.generation, self.rows, self.hook = generation, rows, hook
+    def __init__(self, generation: Generation, rows: int, hook: Hook, prompts: list[list[str]]) -> None:
+        self.generation, self.rows, self.hook, self.prompts = generation, rows, hook, prompts
         self.tokens: Tokens | None = None
 
     def follow_callback(self, callback: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -84,22 +99,24 @@ class Batch:
         return note_and_call
 
     def end(self, results: Any, exc: BaseException | None = None) -> None:
-        """Ends the generation. `results`: of the library, which tell the number of tokens."""
+        """Ends the generation. `results`: of the library, in the order of the prompts, which tell the number of tokens."""
         if exc is not None:
             self.generation.fail(exc)
             return
         self.generation.drop_step()
-        self.generation.tokens = sum(map(_count_tokens, results or ())) or self.generation.tokens
+        counted = sum(map(_count_tokens, results or (), self.prompts or repeat([])))
+        self.generation.tokens = counted or self.generation.tokens
         self.generation.finish()
 
 
-def _count_tokens(result: Any) -> int:
-    sequences = getattr(result, "sequences_ids", None) or getattr(result, "hypotheses", None) or ((),)
-    return len(sequences[0])
-
-
-_started: dict[int, tuple[Batch, Any]] = {}
-"""Calls that run in the library's threads, with a reference that ends them, by the id of their first result."""
+def _count_tokens(result: Any, prompt: list[str]) -> int:
+    """Returns the tokens of all sequences of a result but those of the prompt that they begin with."""
+    sequences = getattr(result, "sequences", None) or getattr(result, "hypotheses", None)
+    if not sequences:
+        return sum(map(len, getattr(result, "sequences_ids", None) or ()))
+    # The token that starts a sequence is a part of the prompt, but not of the result.
+    begins = [begin for begin in (prompt, prompt[1:]) if sequences[0][: len(begin)] == begin]
+    return sum(len(sequence) - len(begins[0] if begins else ()) for sequence in sequences)
 
 
 def _wrap_generation(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
@@ -109,14 +126,11 @@ def _wrap_generation(original: Callable[..., Any], hook: Hook) -> Callable[..., 
             return original(self, *args, **kwargs)
         token = torch_suppressed.set(True)
         try:
-            results = original(self, *args, **kwargs)
-        except BaseException as exc:
-            call_safely(hook, batch.end, None, exc)
-            raise
+            results = call_or_fail(hook, batch.generation, original, (self, *args), kwargs)
         finally:
             torch_suppressed.reset(token)
         if kwargs.get("asynchronous") and results:
-            call_safely(hook, _note_started, batch, results[0])
+            call_safely(hook, PendingResults, results, batch.end, hook)
         else:
             call_safely(hook, batch.end, results)
         return results
@@ -128,10 +142,13 @@ def _begin_batch(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], hook
     """Returns the batch of a call, whose callback in `kwargs` is followed; None if it is not recorded."""
     if not hook.alive or torch_suppressed.get():
         return None
-    generation = begin_generation(GENERATION, model, hook)
+    prompts: list[list[str]] = call_safely(hook, _list_prompts, args, kwargs) or []
+    generation = begin_generation(GENERATION, model, hook, sum(map(len, prompts)))
     if generation is None:
         return None
-    batch = Batch(generation, count_rows(args, kwargs), hook)
+    # A generator's results begin with the prompt, a translator's do not.
+    begins_with_prompt = hasattr(model, "generate_batch") and kwargs.get("include_prompt_in_result", True)
+    batch = Batch(generation, count_rows(args, kwargs), hook, prompts if begins_with_prompt else [])
     call_safely(hook, _record_load, generation, model)
     if kwargs.get("callback") is not None:
         kwargs["callback"] = (
@@ -146,28 +163,24 @@ def _record_load(generation: Generation, model: Any) -> None:
     generation.request.record_attribute(events.BATCHES_QUEUED, int(model.num_queued_batches))
 
 
-def _note_started(batch: Batch, first: Any) -> None:
-    key = id(first)
-    _started[key] = batch, weakref.ref(first, lambda _: _end_started(key, None, GeneratorExit()))
+def _wrap_scores(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+    score_at_once = wrap_call(LIBRARY, count_rows)(original, hook)
 
-
-def _end_started(key: int, results: Any, exc: BaseException | None) -> None:
-    batch, _ = _started.pop(key, (None, None))
-    if batch is not None:
-        call_safely(batch.hook, batch.end, results, exc)
-
-
-def _wrap_result(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
-    def result(self: Any) -> Any:
+    def score_batch(self: Any, *args: Any, **kwargs: Any) -> Any:
+        call = begin_call(LIBRARY, self, hook) if kwargs.get("asynchronous") else None
+        if call is None:
+            return score_at_once(self, *args, **kwargs)
+        call.leave()
+        rows = count_rows(args, kwargs)
         try:
-            value = original(self)
+            results = original(self, *args, **kwargs)
         except BaseException as exc:
-            _end_started(id(self), None, exc)
+            call_safely(hook, call.end, rows, exc)
             raise
-        _end_started(id(self), (value,), None)
-        return value
+        call_safely(hook, PendingResults, results, lambda _, exc: call.end(rows, exc), hook)
+        return results
 
-    return result
+    return score_batch
 
 
 def _patch(path: str, make: WrapperFactory) -> None:
@@ -176,10 +189,11 @@ def _patch(path: str, make: WrapperFactory) -> None:
 
 for _model in _MODELS:
     _patch(f"{_model}.__init__", _names.wrap_loading)
-    for _method in ("encode", "forward_batch", "score_batch", "align", "detect_language"):
+    for _method in ("encode", "forward_batch", "align", "detect_language"):
         _patch(f"{_model}.{_method}", wrap_call(LIBRARY, count_rows))
+    _patch(f"{_model}.score_batch", _wrap_scores)
     for _method in ("generate_batch", "translate_batch", "generate"):
         _patch(f"{_model}.{_method}", _wrap_generation)
-for _result in ("Generation", "Translation", "WhisperGeneration"):
+for _result in ("Generation", "Scoring", "Translation", "WhisperGeneration"):
     for _class in (f"Async{_result}Result", f"{_result}ResultAsync"):
-        _patch(f"{_class}.result", _wrap_result)
+        _patch(f"{_class}.result", wrap_result)

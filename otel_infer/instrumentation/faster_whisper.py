@@ -82,7 +82,8 @@ class Transcription(StreamWork):
 
     def end(self, exc: BaseException | None) -> None:
         if exc is None:
-            self.begin_model(_clock.now())  # of audio without speech
+            if not self.generation.is_submitted:  # audio without speech
+                self.generation.request.record_stage(events.PREPARE_MEDIA, self.generation.began_at)
             self.generation.finish("stop", has_decoded=False)
         else:
             self.generation.fail(exc)

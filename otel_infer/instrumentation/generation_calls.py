@@ -285,7 +285,7 @@ def begin_generation(
         if request is None:
             return None
         if not owns_request:
-            _name_request(request, library, model)
+            name_request(request, library, model)
         generation = Generation(library, request, owns_request, max_tokens, has_own_steps)
         if is_prepared:
             generation.submit(prompt_tokens)
@@ -295,7 +295,8 @@ def begin_generation(
         return None
 
 
-def _name_request(request: request_span.RequestSpan, library: ModelLibrary, model: Any) -> None:
+def name_request(request: request_span.RequestSpan, library: ModelLibrary, model: Any) -> None:
+    """Sets operation, provider and model of a server's request, if no generation has done it."""
     if not request.is_named:
         request.is_named = True
         known = describe_model(library, model)

@@ -11,14 +11,14 @@ from __future__ import annotations
 import contextlib
 import inspect
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
 from otel_infer import _clock
 from otel_infer.instrumentation import model_calls
 from otel_infer.instrumentation.followed_streams import StreamWork, follow_stream
-from otel_infer.instrumentation.generation_calls import Generation, begin_generation
+from otel_infer.instrumentation.generation_calls import Generation, begin_generation, name_request
 from otel_infer.instrumentation.hooks.engines import read_file_name
 from otel_infer.instrumentation.hooks.guarded_calls import call_safely
 from otel_infer.instrumentation.hooks.instrumentor import Instrumentor
@@ -56,21 +56,30 @@ instrumentor.patch_hot_path(f"{_LLAMA}.tokenize", reads=("text",))(wrap_tokenize
 
 
 class Completion(StreamWork):
-    """A completion while it runs. `own_request`: opened for it. `run`: the generation inside it, once that begins."""
+    """A completion, or a chat, while it runs. `request`: that it serves; `owns_request`: opened for it.
 
-    def __init__(self, llama: Any, library: ModelLibrary, max_tokens: int) -> None:
+    `run`: the generation inside it, once that begins.
+    """
+
+    def __init__(self, llama: Any, library: ModelLibrary, max_tokens: int = 0) -> None:
         self.llama, self.library, self.max_tokens = llama, library, max_tokens
-        self.own_request: request_span.RequestSpan | None = None
+        self.request: request_span.RequestSpan | None = None
         self.run: Run | None = None
-        self.has_begun = False
+        self.has_begun = self.has_finished = self.owns_request = False
 
     def enter(self) -> Any:
         if not self.has_begun:
-            self.has_begun = True
-            if start.find_request() is None:
-                self.own_request = model_calls.open_request(self.library, self.llama, generative=True)
+            self._begin()
         outer = _completion.set(self)
-        return outer, self.own_request.attach() if self.own_request is not None else None
+        return outer, self.request.attach() if self.request is not None and self.owns_request else None
+
+    def _begin(self) -> None:
+        self.has_begun, found = True, start.find_request()
+        if found is None:
+            self.request = model_calls.open_request(self.library, self.llama, generative=True)
+            self.owns_request = self.request is not None
+        elif _run.get() is None:  # else it is a part of a generation
+            self.request = start.current_request()
 
     def leave(self, entered: Any) -> None:
         outer, token = entered
@@ -79,20 +88,34 @@ class Completion(StreamWork):
             detach(token)
 
     def note_item(self, item: Any) -> None:
-        """Ends the completion with the item that states its finish reason."""
+        """Ends the generation with the item that states its finish reason. The reader may leave the stream then."""
         reason = item["choices"][0]["finish_reason"]
         if reason:
-            self.end(None, reason)
+            self.has_finished = True
+            self._end_run(None, reason)
 
-    def end(self, exc: BaseException | None, reason: str = "") -> None:
-        run, request = self.run, self.own_request
-        self.run = self.own_request = None
-        if run is not None and exc is None:
-            run.finish(reason)
-        elif run is not None and exc is not None:
-            run.generation.fail(exc)
-        if request is not None:
+    def _end_run(self, exc: BaseException | None, reason: str = "") -> None:
+        run, self.run = self.run, None
+        if run is not None:
+            run.finish(reason, exc)
+
+    def end(self, exc: BaseException | None) -> None:
+        if self.has_finished and isinstance(exc, GeneratorExit):
+            exc = None
+        if exc is not None and self.run is None and self.request is not None and not self.owns_request:
+            _record_refusal(self.request, self.library, self.llama, exc)
+        self._end_run(exc)
+        request, self.request = self.request, None
+        if request is not None and self.owns_request:
             request.close(*classify_exception(exc))
+
+
+def _record_refusal(request: Any, library: ModelLibrary, llama: Any, exc: BaseException) -> None:
+    """Names the request of a server whose prompt was refused before a generation began, and records the error."""
+    outcome, error_type = classify_exception(exc)
+    if outcome == events.ERROR:
+        name_request(request, library, llama)
+        request.set_engine_error(error_type)
 
 
 class Run(StreamWork):
@@ -104,13 +127,25 @@ class Run(StreamWork):
 
     generation: Generation
 
-    def __init__(self, llama: Any, prompt_tokens: int, hook: Hook) -> None:
-        self.llama, self.prompt_left = llama, prompt_tokens
+    def __init__(self, llama: Any, hook: Hook) -> None:
+        self.llama = llama
         self._hook: Hook | None = hook
         self.is_drafting = getattr(llama, "draft_model", None) is not None
-        self.pending = self.pending_at = self.drafted = self.accepted = 0
+        self.prompt_left = self.pending = self.pending_at = self.drafted = self.accepted = 0
         self.last_token, self.is_recorded = -1, False
         self.completion: Completion | None = None
+
+    def count_prompt(self, tokens: Any) -> Any:
+        """Returns the tokens of the prompt. Those of an iterator are counted while the library reads them."""
+        if hasattr(tokens, "__len__"):
+            self.prompt_left = len(tokens)
+            return tokens
+        return self._count_each(tokens) if hasattr(tokens, "__next__") else tokens
+
+    def _count_each(self, tokens: Any) -> Iterator[Any]:
+        for token in tokens:
+            self.prompt_left += 1
+            yield token
 
     def enter(self) -> Any:
         if self._hook is not None:
@@ -119,6 +154,8 @@ class Run(StreamWork):
 
     def _begin(self, hook: Hook) -> None:
         self._hook, self.completion = None, (work := _completion.get())
+        if _run.get() is not None:  # a part of another generation: its draft model, or a judge of its tokens
+            return
         library, most = (work.library, work.max_tokens) if work is not None else (TEXT, 0)
         begun = begin_generation(library, self.llama, hook, self.prompt_left, most)
         if begun is not None:
@@ -134,13 +171,15 @@ class Run(StreamWork):
         generation, used = self.generation, self.llama.n_tokens
         self.end_step()
         if not generation.steps and used:
-            cached = min(used, self.prompt_left)
-            generation.request.record_event(events.PrefixRead(_clock.now(), self.prompt_left, cached))
-            self.prompt_left -= cached
+            self._note_cached(min(used, self.prompt_left))
         elif self.prompt_left <= 0:
             self.drafted += tokens - 1
         self.prompt_left -= tokens
         generation.begin_step(tokens, used + tokens, self.llama.n_ctx())
+
+    def _note_cached(self, tokens: int) -> None:
+        self.generation.request.record_event(events.PrefixRead(_clock.now(), self.prompt_left, tokens))
+        self.prompt_left -= tokens
 
     def note_item(self, item: Any) -> None:
         """Notes a token. Without a draft model it ends the step."""
@@ -153,38 +192,76 @@ class Run(StreamWork):
 
     def end_step(self) -> None:
         """Ends the step that runs: it delivered all its tokens, or was a part of the prompt."""
-        if self.generation.step:
+        generation = self.generation
+        if self.pending and not generation.steps:  # the whole prompt was computed before
+            self._note_cached(self.prompt_left)
+            generation.begin_step(at=generation.began_at)
+        if generation.step:
             self.accepted += max(self.pending - 1, 0)
-            self.generation.end_step(self.pending, self.pending_at)
+            generation.end_step(self.pending, self.pending_at)
         self.pending = self.pending_at = 0
 
     def end(self, exc: BaseException | None) -> None:
         """Ends a generation that is no part of a completion. Its reader may leave it at any token."""
-        if self.is_recorded and exc is not None and not isinstance(exc, GeneratorExit):
-            self.generation.fail(exc)
-        elif self.is_recorded and self.completion is None:
-            self.finish("")
+        is_left = exc is None or isinstance(exc, GeneratorExit)
+        if self.is_recorded and not (is_left and self.completion is not None):
+            self.finish("", None if is_left else exc)
 
-    def finish(self, reason: str) -> None:
-        """Ends the generation. A token that ends a text is none of the completion's."""
+    def finish(self, reason: str, exc: BaseException | None = None) -> None:
+        """Ends the generation, once. A token that ends a text is none of the completion's."""
+        if self.generation.is_ended:
+            return
         self.end_step()
         if self.is_drafting:
             drafts = events.TokensDrafted(_clock.now(), self.drafted, self.accepted)
             self.generation.request.record_event(drafts)
-        self.generation.tokens -= self.last_token == self.llama.token_eos()
+        if exc is not None:
+            self.generation.fail(exc)
+            return
+        self.generation.tokens -= _ends_text(self.llama, self.last_token)
         self.generation.finish(reason)
+
+
+def _ends_text(llama: Any, token: int) -> bool:
+    """Returns whether a token ends a text, as the library decides it."""
+    return token >= 0 and bool(sys.modules["llama_cpp"].llama_vocab_is_eog(llama._model.vocab, token))
 
 
 @instrumentor.patch_hot_path(f"{_LLAMA}.create_chat_completion", reads=("messages",))
 def _patch_chat(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
-    def create_chat_completion(*args: Any, **kwargs: Any) -> Any:
+    """A chat may be several completions. Without a server it is one request."""
+
+    def create_chat_completion(self: Any, *args: Any, **kwargs: Any) -> Any:
         token = _library.set(CHAT)
         try:
-            return original(*args, **kwargs)
+            if not hook.alive or call_safely(hook, start.find_request) is not None:
+                return original(self, *args, **kwargs)
+            return _follow_chat(Completion(self, CHAT), hook, original, (self, *args), kwargs)
         finally:
             _library.reset(token)
 
     return create_chat_completion
+
+
+def _follow_chat(
+    work: Completion,
+    hook: Hook,
+    original: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    entered = call_safely(hook, work.enter)
+    try:
+        result = original(*args, **kwargs)
+    except BaseException as exc:
+        call_safely(hook, work.end, exc)
+        raise
+    finally:
+        call_safely(hook, work.leave, entered)
+    if isinstance(result, Iterator):
+        return follow_stream(result, work, hook)
+    call_safely(hook, work.end, None)
+    return result
 
 
 @instrumentor.patch_hot_path(f"{_LLAMA}._create_completion", reads=("prompt", "max_tokens"))
@@ -201,8 +278,10 @@ def _patch_completion(original: Callable[..., Any], hook: Hook) -> Callable[...,
 @instrumentor.patch_hot_path(f"{_LLAMA}.generate", reads=("tokens",))
 def _patch_generate(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     def generate(self: Any, tokens: Any, *args: Any, **kwargs: Any) -> Any:
-        stream = original(self, tokens, *args, **kwargs)
-        return follow_stream(stream, Run(self, len(tokens), hook), hook) if hook.alive else stream
+        if not hook.alive:
+            return original(self, tokens, *args, **kwargs)
+        run = Run(self, hook)
+        return follow_stream(original(self, run.count_prompt(tokens), *args, **kwargs), run, hook)
 
     return generate
 
@@ -211,7 +290,7 @@ def _patch_generate(original: Callable[..., Any], hook: Hook) -> Callable[..., A
 def _patch_decode(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     def decode(self: Any, batch: Any) -> Any:
         run = _run.get()
-        if run is not None and hook.alive:
+        if run is not None and hook.alive and run.llama._ctx is self:
             call_safely(hook, lambda: run.begin_pass(batch.n_tokens()))
         return original(self, batch)
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import math
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -208,35 +207,57 @@ def guard_rows(rows_of: Rows) -> Rows:
     return count_guarded
 
 
-class StartedCalls:
-    """Calls that run in threads of a library, by what its callback is given. It is an attribute of the library's object."""
+class StartedCall(NamedTuple):
+    """A call that runs in a thread of a library. `key`: id of what its callback is given. `items`: rows of its input."""
 
-    __slots__ = ("_by_key",)
+    key: int
+    call: LibraryCall
+    items: int
+
+
+class StartedCalls:
+    """The started calls of an object of a library, which has them as an attribute. Several threads may end them.
+
+    Those that are left when the object is deleted were left by their caller.
+    """
+
+    __slots__ = ("_running",)
 
     def __init__(self) -> None:
-        self._by_key: dict[int, deque[tuple[LibraryCall, int]]] = {}
+        self._running: list[StartedCall] = []
 
     def add(self, key: Any, call: LibraryCall, items: int) -> None:
         """Adds a call that is about to start, with the rows of its input."""
-        self._by_key.setdefault(id(key), deque()).append((call, items))
+        self._running.append(StartedCall(id(key), call, items))
 
-    def end_one(self, key: Any, failure: BaseException | None = None) -> None:
+    def list_running(self) -> list[StartedCall]:
+        """Returns the calls that have not ended, in the order of their starts."""
+        return list(self._running)
+
+    def end_one(self, key: Any) -> None:
         """Ends the call that was started first of those with this key, if there is one."""
-        started = self._by_key.get(id(key))
-        try:
-            call, items = started.popleft() if started else (None, 0)
-        except IndexError:  # another thread has ended it
-            return
-        if call is not None:
-            call.end(items, failure)
+        self.end_these([started for started in self.list_running() if started.key == id(key)][:1])
 
-    def end_all(self) -> None:
-        """Ends all calls: the library has waited for them."""
-        for started in list(self._by_key.values()):
-            while started:
-                call, items = started.popleft()
-                call.end(items, None)
-        self._by_key.clear()
+    def end_last(self, failure: BaseException | None = None) -> None:
+        """Ends the call that was started last; those before it had ended, because the object runs one at a time."""
+        self.end_these(self.list_running()[-1:], failure)
+        self.end_these(self.list_running())
+
+    def fail(self, failed: LibraryCall, failure: BaseException) -> None:
+        """Ends a call that did not start."""
+        self.end_these([started for started in self.list_running() if started.call is failed], failure)
+
+    def end_these(self, ended: list[StartedCall], failure: BaseException | None = None) -> None:
+        """Ends those calls of `list_running` that are still running."""
+        for started in ended:
+            try:
+                self._running.remove(started)
+            except ValueError:  # another thread has ended it
+                continue
+            started.call.end(started.items, failure)
+
+    def __del__(self) -> None:
+        self.end_these(self.list_running(), GeneratorExit())
 
 
 def end_call(

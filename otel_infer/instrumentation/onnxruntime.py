@@ -8,6 +8,8 @@
 
 from __future__ import annotations
 
+import contextvars
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -78,14 +80,15 @@ def _patch_run_async(original: Callable[..., Any], hook: Hook) -> Callable[..., 
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        call = begin_call(LIBRARY, self, hook)
+        around = contextvars.copy_context()
+        call = begin_call(LIBRARY, self, hook) if callable(callback) else None  # else the library refuses it
         if call is None:
             return original(self, output_names, input_feed, callback, user_data, *args, **kwargs)
         rows = count_rows((input_feed,), {})
 
         def end_and_call(results: Any, data: Any, error: str) -> Any:
-            call_safely(hook, call.end, rows, RuntimeError() if error else None)
-            return callback(results, data, error)
+            call_safely(hook, call.end, rows, _make_failure(error) if error else None)
+            return around.run(callback, results, data, error)
 
         try:
             return original(self, output_names, input_feed, end_and_call, user_data, *args, **kwargs)
@@ -96,6 +99,14 @@ def _patch_run_async(original: Callable[..., Any], hook: Hook) -> Callable[..., 
             call.leave()
 
     return run_async
+
+
+def _make_failure(error: str) -> BaseException:
+    """Returns the exception that `run` raises for an error, such as `[ONNXRuntimeError] : 2 : INVALID_ARGUMENT : …`."""
+    words = [part.strip() for part in error.split(":")]
+    name = "".join(word.title() for word in words[2].split("_")) if len(words) > 2 else ""
+    cls = getattr(sys.modules.get("onnxruntime.capi.onnxruntime_pybind11_state"), name or "-", RuntimeError)
+    return cls() if isinstance(cls, type) and issubclass(cls, BaseException) else RuntimeError()
 
 
 # ── copies ───────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -28,6 +28,7 @@ from otel_infer.ringbuffer import events
 
 PROVIDER = events.OPENVINO
 _API = "openvino._ov_api"
+_BASE = "openvino._pyopenvino:InferRequest"
 ATTRIBUTE = "otel_infer_calls"
 """Attribute of requests and queues: their calls that have been started."""
 
@@ -87,7 +88,7 @@ def _patch_start(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]
             return original(self, inputs, *args, **kwargs)
         except BaseException as exc:
             if call is not None:
-                call_safely(hook, _get_started(self).end_one, None, exc)
+                call_safely(hook, _get_started(self).fail, call, exc)
             raise
 
     return start_async
@@ -98,10 +99,10 @@ def _patch_wait(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
         try:
             result = original(self, *args, **kwargs)
         except BaseException as exc:
-            call_safely(hook, _get_started(self).end_one, None, exc)
+            call_safely(hook, _get_started(self).end_last, exc)
             raise
         if result is not False:  # `wait_for` returns it before the end
-            call_safely(hook, _get_started(self).end_one, None)
+            call_safely(hook, _get_started(self).end_last)
         return result
 
     return wait
@@ -111,18 +112,38 @@ for _name in ("wait", "wait_for"):
     instrumentor.patch_hot_path(f"{_API}:InferRequest.{_name}", part="async")(_patch_wait)
 
 
+@instrumentor.patch_hot_path(f"{_BASE}.cancel", optional=True, part="async")
+def _patch_cancel(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+    def cancel(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        started: StartedCalls | None = getattr(self, ATTRIBUTE, None)
+        if started is not None:
+            call_safely(hook, started.end_last, GeneratorExit())
+        return result
+
+    return cancel
+
+
 @instrumentor.patch_hot_path(f"{_API}:InferRequest.set_callback", part="async")
 def _patch_callback(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
-    def set_callback(self: Any, callback: Any, userdata: Any) -> Any:
+    def set_callback(self: Any, *args: Any, **kwargs: Any) -> Any:
         started = _get_started(self)  # the callback must not keep the request alive
-
-        def end_and_call(data: Any) -> Any:
-            call_safely(hook, started.end_one, None)
-            return callback(data)
-
-        return original(self, end_and_call, userdata)
+        return original(self, *_follow_callback(args, lambda *_: started.end_last(), hook), **kwargs)
 
     return set_callback
+
+
+def _follow_callback(args: tuple[Any, ...], end: Callable[..., None], hook: Hook) -> tuple[Any, ...]:
+    """Returns the arguments of `set_callback`, whose callback, the first, calls `end` before."""
+    if not args or not callable(args[0]):  # the library refuses it
+        return args
+    callback = args[0]
+
+    def end_and_call(*given: Any) -> Any:
+        call_safely(hook, end, *given)
+        return callback(*given)
+
+    return end_and_call, *args[1:]
 
 
 # ── a queue of requests ──────────────────────────────────────────────────────────────────────────────────────────────
@@ -144,7 +165,7 @@ def _patch_queue_start(original: Callable[..., Any], hook: Hook) -> Callable[...
             return original(self, inputs, userdata, *args, **kwargs)
         except BaseException as exc:
             if call is not None:
-                call_safely(hook, _get_started(self).end_one, userdata, exc)
+                call_safely(hook, _get_started(self).fail, call, exc)
             raise
 
     return start_async
@@ -152,24 +173,27 @@ def _patch_queue_start(original: Callable[..., Any], hook: Hook) -> Callable[...
 
 @instrumentor.patch_hot_path(f"{_API}:AsyncInferQueue.set_callback", part="queue")
 def _patch_queue_callback(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
-    def set_callback(self: Any, callback: Any) -> Any:
+    def set_callback(self: Any, *args: Any, **kwargs: Any) -> Any:
         started = _get_started(self)
-
-        def end_and_call(request: Any, userdata: Any) -> Any:
-            call_safely(hook, started.end_one, userdata)
-            return callback(request, userdata)
-
-        return original(self, end_and_call)
+        followed = _follow_callback(args, lambda _, userdata: started.end_one(userdata), hook)
+        return original(self, *followed, **kwargs)
 
     return set_callback
 
 
 @instrumentor.patch_hot_path(f"{_API}:AsyncInferQueue.wait_all", part="queue")
 def _patch_wait_all(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+    """For a queue without a callback, and for the calls that failed: they do not call back."""
+
     def wait_all(self: Any, *args: Any, **kwargs: Any) -> Any:
+        started = _get_started(self)
+        waited = started.list_running()  # other threads may start more
         try:
-            return original(self, *args, **kwargs)
-        finally:
-            call_safely(hook, _get_started(self).end_all)
+            result = original(self, *args, **kwargs)
+        except BaseException as exc:
+            call_safely(hook, started.end_these, waited, exc)
+            raise
+        call_safely(hook, started.end_these, waited)
+        return result
 
     return wait_all

@@ -9,6 +9,7 @@ steps. Read and run: 2026.4.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -122,6 +123,13 @@ class Batching:
             self.started.add(id(handle))
         self.requests.add(handle, generation)
 
+    def begin_step(self) -> None:
+        """Begins a step, which forgets the state of requests that were stopped before it."""
+        for handle in self.requests.list_owners():
+            if handle.get_status().name == "STOP":
+                self._end(handle, "STOP")
+        self.requests.begin_step()
+
     def end_step(self) -> None:
         """Ends a step. The library does not tell who got a token: all that have one before, or can read their first."""
         handles = self.requests.list_owners()
@@ -139,9 +147,10 @@ class Batching:
         generation = self.requests.take(handle)
         if generation is None:
             return
-        metrics = handle.get_perf_metrics()
-        generation.tokens = int(metrics.get_num_generated_tokens()) or generation.tokens
-        generation.note_prompt(int(metrics.get_num_input_tokens()))
+        with contextlib.suppress(RuntimeError):  # it has none before its end
+            metrics = handle.get_perf_metrics()
+            generation.tokens = int(metrics.get_num_generated_tokens()) or generation.tokens
+            generation.note_prompt(int(metrics.get_num_input_tokens()))
         if state in _ENDED:
             generation.finish("stop" if state == "STOP" else "")
         else:
@@ -175,7 +184,7 @@ def _wrap_step(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
         known = _batchings.get(self) if hook.alive else None
         if known is None or not known.requests:
             return original(self)
-        call_safely(hook, known.requests.begin_step)
+        call_safely(hook, known.begin_step)
         result = call_or_fail(hook, known, original, (self,), {})
         call_safely(hook, known.end_step)
         return result

@@ -74,9 +74,9 @@ def test_a_stream_of_tokens_has_steps(generator: Any, recording: Recording) -> N
 def test_an_asynchronous_batch_ends_with_its_result(generator: Any, recording: Recording) -> None:
     results = generate(generator, asynchronous=True)
     assert recording.records() == []
-    results[0].result()
+    tokens = [len(result.result().sequences_ids[0]) for result in results]
     (record,) = recording.records()
-    assert stages_of(record) == ["decode"]
+    assert (stages_of(record), record.output_tokens) == (["decode"], sum(tokens))
 
 
 def test_an_asynchronous_batch_that_is_dropped_is_aborted(generator: Any, recording: Recording) -> None:
@@ -91,6 +91,21 @@ def test_scores_are_a_stage(generator: Any, recording: Recording) -> None:
     (record,) = recording.records()
     assert (record.name, stages_of(record)) == ("inference ct2-llama", ["forward"])
     assert record.stages[0].attributes[semconv.ITEMS] == 3
+
+
+def test_scores_of_an_asynchronous_batch_end_with_their_results(generator: Any, recording: Recording) -> None:
+    results = generator.score_batch([PROMPT, PROMPT], asynchronous=True)
+    assert recording.records() == []
+    assert len([result.result() for result in results]) == 2
+    (record,) = recording.records()
+    assert (record.outcome, stages_of(record)) == (events.OK, ["forward"])
+
+
+def test_the_prompt_is_no_part_of_the_output(generator: Any, recording: Recording) -> None:
+    (result,) = generator.generate_batch(max_length=9, min_length=9, start_tokens=[PROMPT])
+    (record,) = recording.records()
+    assert result.sequences[0][:3] == PROMPT[1:]
+    assert (record.input_tokens, record.output_tokens) == (4, len(result.sequences[0]) - 3)
 
 
 def test_a_failed_batch_keeps_its_exception(generator: Any, recording: Recording) -> None:

@@ -71,6 +71,20 @@ def test_a_transcription_that_is_left_is_aborted(model: Any, recording: Recordin
     assert (record.outcome, len(record.steps)) == (events.ABORTED, 1)
 
 
+def test_segments_that_are_never_read_end_the_request(model: Any, recording: Recording) -> None:
+    segments, _ = model.transcribe(make_audio(5), **SETTINGS)
+    del segments
+    (record,) = recording.records()
+    assert (record.outcome, record.steps) == (events.ABORTED, None)
+
+
+def test_silence_is_prepared_and_not_decoded(model: Any, recording: Recording) -> None:
+    segments, _ = model.transcribe(make_audio(0), **SETTINGS)
+    assert list(segments) == []
+    (record,) = recording.records()
+    assert (record.outcome, stages_of(record)) == (events.OK, ["prepare media"])
+
+
 def test_a_batch_of_windows_is_one_step(model: Any, recording: Recording) -> None:
     pipeline = faster_whisper.BatchedInferencePipeline(model)
     clips = [{"start": 20.0 * number, "end": 20.0 * number + 20} for number in range(3)]

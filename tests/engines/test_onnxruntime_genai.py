@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from otel_infer.instrumentation import onnxruntime_genai as hooks
@@ -69,6 +70,7 @@ def test_each_token_is_a_step(model: Any, recording: Recording, serve: Serve) ->
     assert describe(record) == ("text_completion", "onnxruntime-genai", "genai-llama")
     assert stages_of(record) == ["ingress", "tokenize", "queue", "prefill", "decode"]
     assert (record.input_tokens, record.output_tokens, len(record.steps)) == (len(tokens), 6, 6)
+    assert record.finish_reasons == ("length",)
 
 
 def test_a_generator_that_is_dropped_has_ended(model: Any, recording: Recording) -> None:
@@ -82,6 +84,65 @@ def test_a_generator_that_is_dropped_has_ended(model: Any, recording: Recording)
     assert (record.name, record.output_tokens, record.finish_reasons) == (
         "text_completion genai-llama", 3, ("stop",),
     )  # fmt: skip
+
+
+def test_a_generator_serves_one_request_after_another(model: Any, recording: Recording, serve: Serve) -> None:
+    tokens = og.Tokenizer(model).encode(PROMPT)
+    generator = make_generator(model, 200)
+    for _ in range(2):
+        with serve():
+            generator.append_tokens(tokens)
+            for _ in range(3):
+                generator.generate_next_token()
+    for _ in range(2):
+        generator.append_tokens(tokens)
+        generator.generate_next_token()
+    del generator
+    records = recording.records()
+    assert [record.name.split()[0] for record in records] == ["POST", "POST"] + ["text_completion"] * 2
+    assert [(record.input_tokens, record.output_tokens) for record in records] == [
+        (len(tokens), 3), (len(tokens), 3), (len(tokens), 1), (len(tokens), 1),
+    ]  # fmt: skip
+
+
+def test_each_prompt_and_each_row_is_counted(folder: Path, recording: Recording) -> None:
+    model = og.Model(og.Config(str(folder)))
+    settings = og.GeneratorParams(model)
+    settings.set_search_options(max_length=20, batch_size=3)
+    generator = og.Generator(model, settings)
+    generator.append_tokens(np.full((3, 5), 7, np.int32))
+    for _ in range(2):
+        generator.generate_next_token()
+    del generator
+    (record,) = recording.records()
+    assert (record.model, record.input_tokens, record.output_tokens) == ("genai-llama", 15, 6)
+
+
+def test_tokens_after_a_rewind_are_a_generation(model: Any, recording: Recording) -> None:
+    tokens = og.Tokenizer(model).encode(PROMPT)
+    generator = make_generator(model, len(tokens) + 4)
+    generator.append_tokens(tokens)
+    while not generator.is_done():
+        generator.generate_next_token()
+    generator.rewind_to(len(tokens) + 1)
+    again = 0
+    while not generator.is_done():
+        generator.generate_next_token()
+        again += 1
+    assert [record.output_tokens for record in recording.records()] == [4, again]
+
+
+def test_a_request_that_is_dropped_leaves_the_batch(model: Any, recording: Recording) -> None:
+    engine, tokens = og.Engine(model), og.Tokenizer(model).encode(PROMPT)
+    dropped = make_turn(engine, tokens, 20)
+    engine.run(engine.create_event_buffer(16))
+    del dropped
+    kept = make_turn(engine, tokens, 3)
+    run_all(engine)
+    first, second = recording.records()
+    assert (first.outcome, second.outcome) == (events.ABORTED, events.OK)
+    assert second.steps.batch_size.tolist() == [1, 1, 1]
+    kept.close()
 
 
 def test_a_run_of_an_engine_is_a_step_of_all_its_requests(model: Any, recording: Recording) -> None:

@@ -70,6 +70,22 @@ def test_the_calls_of_a_streamer_are_steps(pipeline: Any, recording: Recording) 
         assert len(record.steps) == record.output_tokens == len(texts) / 2
 
 
+def test_a_streamer_does_not_hide_the_librarys_counts(pipeline: Any, recording: Recording) -> None:
+    result = pipeline.generate([PROMPT], make_settings(8), lambda text: False)
+    (record,) = recording.records()
+    metrics = result.perf_metrics
+    assert (record.input_tokens, record.output_tokens) == (
+        metrics.get_num_input_tokens(), metrics.get_num_generated_tokens(),
+    )  # fmt: skip
+
+
+def test_a_model_that_is_loaded_by_name_works(gguf_path: Path, recording: Recording) -> None:
+    made = genai.LLMPipeline(models_path=str(gguf_path), device="CPU")
+    made.generate([PROMPT], make_settings(2))
+    (record,) = recording.records()
+    assert record.model == gguf_path.stem
+
+
 def test_a_step_is_one_of_all_its_requests(batching: Any, recording: Recording) -> None:
     handles = [
         batching.add_request(0, PROMPT, make_settings(3)),
@@ -95,7 +111,42 @@ def test_a_request_that_is_cancelled_is_aborted(batching: Any, recording: Record
     handle.cancel()
     batching.step()
     (record,) = recording.records()
-    assert record.outcome == events.ABORTED
+    assert (record.outcome, record.output_tokens, len(record.steps)) == (events.ABORTED, 1, 1)
+
+
+def test_a_request_that_is_stopped_has_ended(batching: Any, recording: Recording) -> None:
+    handle = batching.add_request(0, PROMPT, make_settings(50))
+    batching.step()
+    handle.stop()
+    batching.step()
+    (record,) = recording.records()
+    assert (record.outcome, record.output_tokens, record.finish_reasons) == (events.OK, 1, ("stop",))
+
+
+def test_a_handle_that_is_dropped_cancels_its_request(batching: Any, recording: Recording) -> None:
+    handle = batching.add_request(0, PROMPT, make_settings(50))
+    batching.step()
+    del handle
+    steps = 0
+    while batching.has_non_finished_requests():
+        batching.step()
+        steps += 1
+    (record,) = recording.records()
+    assert (record.outcome, steps <= 2) == (events.ABORTED, True)
+
+
+def test_steps_of_several_sequences_are_seen(batching: Any, recording: Recording) -> None:
+    settings = make_settings(5)
+    settings.num_beams, settings.num_return_sequences = 3, 2
+    handle = batching.add_request(0, PROMPT, settings)
+    steps = 0
+    while batching.has_non_finished_requests():
+        batching.step()
+        steps += 1
+    (record,) = recording.records()
+    assert len(record.steps) == steps
+    assert record.output_tokens == handle.get_perf_metrics().get_num_generated_tokens()
+    assert stages_of(record)[-2:] == ["prefill", "decode"]
 
 
 def test_a_batch_of_texts_has_the_instants_of_its_first(batching: Any, recording: Recording) -> None:

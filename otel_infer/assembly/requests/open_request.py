@@ -245,13 +245,18 @@ class OpenRequest:
         self.preempted.append(event)
         # If its KV blocks are gone, its next steps compute prompt and output again.
         if event.kind == "recompute":
-            self.is_prefilling = True
-            for log, (_, sequences) in self.current_runs.items():
-                if sequences == 1:
-                    log.restart_prefill(dict(self.fragments).get(log.process, self.handle))
+            self._restart_prefill()
+
+    def _restart_prefill(self) -> None:
+        self.is_prefilling = True
+        for log, (_, sequences) in self.current_runs.items():
+            if sequences == 1:
+                log.restart_prefill(dict(self.fragments).get(log.process, self.handle))
 
     def _add_submission(self, event: ring_events.RequestSubmitted) -> None:
         previous = self.submitted
+        if previous is not None and event.sequences and len(self.finished) >= previous.sequences > 0:
+            self._restart_prefill()  # one generation after another
         if event.sequences and len(self.submissions) < MAX_STAGES:
             self.submissions.append((event.at, event.sequences))
         elif event.sequences:
