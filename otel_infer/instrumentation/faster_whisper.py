@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from otel_infer import _clock
-from otel_infer.instrumentation.followed_streams import StreamWork, follow_stream
+from otel_infer.instrumentation.followed_streams import StreamWork, call_at_work, follow_stream
 from otel_infer.instrumentation.generation_calls import Generation, begin_generation
 from otel_infer.instrumentation.hooks.engines import read_file_name
 from otel_infer.instrumentation.hooks.guarded_calls import call_safely
@@ -106,14 +106,7 @@ def _patch_transcribe(original: Callable[..., Any], hook: Hook) -> Callable[...,
         if generation is None:
             return original(self, *args, **kwargs)
         work = Transcription(generation)
-        entered = call_safely(hook, work.enter)
-        try:
-            segments, info = original(self, *args, **kwargs)
-        except BaseException as exc:
-            call_safely(hook, work.end, exc)
-            raise
-        finally:
-            call_safely(hook, work.leave, entered)
+        segments, info = call_at_work(work, hook, original, (self, *args), kwargs)
         call_safely(hook, work.note_duration, info.duration)
         return follow_stream(segments, work, hook), info
 

@@ -6,12 +6,19 @@ it ends, raises, or is left before its end ─▶ work.end
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Generator
+from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from typing import Any
 
+from otel_infer import _clock
 from otel_infer.instrumentation.hooks.guarded_calls import call_safely
 from otel_infer.instrumentation.hooks.probe import Hook
+from otel_infer.instrumentation.model_calls import ModelLibrary, open_request
+from otel_infer.ringbuffer import events
+from otel_infer.tracing import request_span, start
+from otel_infer.tracing.context import detach
+from otel_infer.tracing.outcome import classify_exception
 
 
 class StreamWork:
@@ -28,6 +35,63 @@ class StreamWork:
 
     def end(self, exc: BaseException | None) -> None:
         """Ends the work, once. `exc`: what left the stream; `GeneratorExit` = its reader left it; None = it is exhausted."""
+
+
+class RequestWork(StreamWork):
+    """Work of a generative model, for the current request, or for one that is opened for it. `request`: None = not recorded.
+
+    `owns_request`: it was opened for this work, and is current while that runs. `has_finished`: the reader has got all, and may
+    leave the stream.
+    """
+
+    request: request_span.RequestSpan | None = None
+    owns_request = has_begun = has_finished = False
+
+    def __init__(self, library: ModelLibrary, model: Any) -> None:
+        self.library, self.model = library, model
+
+    def enter(self) -> Any:
+        if not self.has_begun:
+            self.has_begun, self.request = True, start.current_request()
+            if start.find_request() is None:
+                self.request = open_request(self.library, self.model, generative=True)
+                self.owns_request = self.request is not None
+        return self.request.attach() if self.request is not None and self.owns_request else None
+
+    def leave(self, entered: Any) -> None:
+        if entered is not None:
+            detach(entered)
+
+    def end(self, exc: BaseException | None) -> None:
+        request, self.request = self.request, None
+        if request is not None and self.owns_request:
+            is_complete = self.has_finished and isinstance(exc, GeneratorExit)
+            request.close(*classify_exception(None if is_complete else exc))
+
+
+def call_at_work(
+    work: StreamWork, hook: Hook, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Returns what a function of the library returns, which is called at work. What it raises ends the work."""
+    entered = call_safely(hook, work.enter)
+    try:
+        return original(*args, **kwargs)
+    except BaseException as exc:
+        call_safely(hook, work.end, exc)
+        raise
+    finally:
+        call_safely(hook, work.leave, entered)
+
+
+def follow_call(
+    work: StreamWork, hook: Hook, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Returns what a function of the library returns: a stream, which is followed, or the result of the work."""
+    result = call_at_work(work, hook, original, args, kwargs)
+    if isinstance(result, Iterator):
+        return follow_stream(result, work, hook)
+    call_safely(hook, work.end, None)
+    return result
 
 
 def follow_stream(stream: Any, work: StreamWork, hook: Hook) -> Generator[Any, Any, Any]:
@@ -68,3 +132,21 @@ def _follow(stream: Any, work: StreamWork, hook: Hook) -> Generator[Any, Any, An
     except BaseException as exc:
         call_safely(hook, work.end, exc)
         raise
+
+
+def wrap_queue_wait(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+    """A factory for an async generator without parameters that yields once, when it has what a request waits for."""
+    wait = contextlib.asynccontextmanager(original)
+
+    async def wait_and_yield() -> AsyncIterator[Any]:
+        request = call_safely(hook, start.current_request) if hook.alive else None
+        queued_at = _clock.now()
+        if request is not None:
+            request.queued_at = queued_at  # recorded if it ends before
+        async with wait() as found:
+            if request is not None:
+                request.queued_at = 0
+                call_safely(hook, request.record_stage, events.QUEUE_WAIT, queued_at)
+            yield found
+
+    return wait_and_yield

@@ -303,3 +303,13 @@ def name_request(request: request_span.RequestSpan, library: ModelLibrary, model
         operation, provider, name = known.operation
         request.set_operation(request.operation or operation, provider, name)
         request.set_execution_provider(known.place)
+
+
+def record_refusal(
+    request: request_span.RequestSpan, library: ModelLibrary, model: Any, exc: BaseException
+) -> None:
+    """Records in a server's request that the library refused a prompt, before a generation began."""
+    outcome, error_type = classify_exception(exc)
+    if outcome == events.ERROR:
+        name_request(request, library, model)
+        request.set_engine_error(error_type)

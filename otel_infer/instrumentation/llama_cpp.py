@@ -8,17 +8,21 @@ With a draft model a step delivers several tokens. Read and run: 0.3.36.
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
 from otel_infer import _clock
-from otel_infer.instrumentation import model_calls
-from otel_infer.instrumentation.followed_streams import StreamWork, follow_stream
-from otel_infer.instrumentation.generation_calls import Generation, begin_generation, name_request
+from otel_infer.instrumentation.followed_streams import (
+    RequestWork,
+    StreamWork,
+    follow_call,
+    follow_stream,
+    wrap_queue_wait,
+)
+from otel_infer.instrumentation.generation_calls import Generation, begin_generation, record_refusal
 from otel_infer.instrumentation.hooks.engines import read_file_name
 from otel_infer.instrumentation.hooks.guarded_calls import call_safely
 from otel_infer.instrumentation.hooks.instrumentor import Instrumentor
@@ -26,9 +30,7 @@ from otel_infer.instrumentation.hooks.model_loading import wrap_loading
 from otel_infer.instrumentation.hooks.probe import Hook
 from otel_infer.instrumentation.model_calls import ModelLibrary, count_inputs, wrap_call, wrap_tokenizer
 from otel_infer.ringbuffer import events
-from otel_infer.tracing import request_span, start
-from otel_infer.tracing.context import detach
-from otel_infer.tracing.outcome import classify_exception
+from otel_infer.tracing import start
 
 PROVIDER = events.LLAMA_CPP
 _LLAMA, _SERVER = "llama_cpp.llama:Llama", "llama_cpp.server.app"
@@ -55,97 +57,66 @@ instrumentor.patch_hot_path(f"{_LLAMA}.embed", reads=("input",))(wrap_call(EMBED
 instrumentor.patch_hot_path(f"{_LLAMA}.tokenize", reads=("text",))(wrap_tokenizer)
 
 
-class Completion(StreamWork):
-    """A completion, or a chat, while it runs. `request`: that it serves; `owns_request`: opened for it.
+class Chat(RequestWork):
+    """A chat, which is a completion, or several."""
 
-    `run`: the generation inside it, once that begins.
-    """
+    def note_item(self, item: Any) -> None:
+        self.has_finished = self.has_finished or bool(item["choices"][0]["finish_reason"])
 
-    def __init__(self, llama: Any, library: ModelLibrary, max_tokens: int = 0) -> None:
-        self.llama, self.library, self.max_tokens = llama, library, max_tokens
-        self.request: request_span.RequestSpan | None = None
+
+class Completion(Chat):
+    """A completion while it runs. `run`: the generation inside it, once that begins. `is_inner`: it is a part of another one."""
+
+    def __init__(self, llama: Any, library: ModelLibrary, max_tokens: int) -> None:
+        super().__init__(library, llama)
+        self.max_tokens, self.is_inner = max_tokens, False
         self.run: Run | None = None
-        self.has_begun = self.has_finished = self.owns_request = False
 
     def enter(self) -> Any:
         if not self.has_begun:
-            self._begin()
-        outer = _completion.set(self)
-        return outer, self.request.attach() if self.request is not None and self.owns_request else None
-
-    def _begin(self) -> None:
-        self.has_begun, found = True, start.find_request()
-        if found is None:
-            self.request = model_calls.open_request(self.library, self.llama, generative=True)
-            self.owns_request = self.request is not None
-        elif _run.get() is None:  # else it is a part of a generation
-            self.request = start.current_request()
+            self.is_inner = _completion.get() is not None or _run.get() is not None
+        entered = super().enter()
+        return _completion.set(self), entered
 
     def leave(self, entered: Any) -> None:
-        outer, token = entered
-        _completion.reset(outer)
-        if token is not None:
-            detach(token)
+        _completion.reset(entered[0])
+        super().leave(entered[1])
 
     def note_item(self, item: Any) -> None:
-        """Ends the generation with the item that states its finish reason. The reader may leave the stream then."""
-        reason = item["choices"][0]["finish_reason"]
-        if reason:
-            self.has_finished = True
-            self._end_run(None, reason)
+        """Ends the generation with the item that states its finish reason."""
+        super().note_item(item)
+        if self.has_finished:
+            self._end_run(None, item["choices"][0]["finish_reason"])
 
     def _end_run(self, exc: BaseException | None, reason: str = "") -> None:
         run, self.run = self.run, None
         if run is not None:
             run.finish(reason, exc)
+        elif not (
+            exc is None or self.request is None or self.owns_request or self.is_inner or self.has_finished
+        ):
+            record_refusal(self.request, self.library, self.model, exc)
 
     def end(self, exc: BaseException | None) -> None:
-        if self.has_finished and isinstance(exc, GeneratorExit):
-            exc = None
-        if exc is not None and self.run is None and self.request is not None and not self.owns_request:
-            _record_refusal(self.request, self.library, self.llama, exc)
         self._end_run(exc)
-        request, self.request = self.request, None
-        if request is not None and self.owns_request:
-            request.close(*classify_exception(exc))
-
-
-def _record_refusal(request: Any, library: ModelLibrary, llama: Any, exc: BaseException) -> None:
-    """Names the request of a server whose prompt was refused before a generation began, and records the error."""
-    outcome, error_type = classify_exception(exc)
-    if outcome == events.ERROR:
-        name_request(request, library, llama)
-        request.set_engine_error(error_type)
+        super().end(exc)
 
 
 class Run(StreamWork):
-    """A generation and its passes over the model. `prompt_left`: tokens of the prompt that are still to be computed.
+    """A generation, begun with the first token, and its passes over the model. `prompt_left`: tokens of the prompt to compute.
 
-    `generation`: begun with the first token. `pending`: tokens of the step since its pass, the last one at `pending_at`.
-    `drafted`, `accepted`: of the draft model.
+    `pending`: tokens of the step since its pass, the last one at `pending_at`. `drafted`, `accepted`: of the draft model.
     """
 
     generation: Generation
 
-    def __init__(self, llama: Any, hook: Hook) -> None:
-        self.llama = llama
+    def __init__(self, llama: Any, prompt_tokens: int, hook: Hook) -> None:
+        self.llama, self.prompt_left = llama, prompt_tokens
         self._hook: Hook | None = hook
         self.is_drafting = getattr(llama, "draft_model", None) is not None
-        self.prompt_left = self.pending = self.pending_at = self.drafted = self.accepted = 0
+        self.pending = self.pending_at = self.drafted = self.accepted = 0
         self.last_token, self.is_recorded = -1, False
         self.completion: Completion | None = None
-
-    def count_prompt(self, tokens: Any) -> Any:
-        """Returns the tokens of the prompt. Those of an iterator are counted while the library reads them."""
-        if hasattr(tokens, "__len__"):
-            self.prompt_left = len(tokens)
-            return tokens
-        return self._count_each(tokens) if hasattr(tokens, "__next__") else tokens
-
-    def _count_each(self, tokens: Any) -> Iterator[Any]:
-        for token in tokens:
-            self.prompt_left += 1
-            yield token
 
     def enter(self) -> Any:
         if self._hook is not None:
@@ -154,7 +125,7 @@ class Run(StreamWork):
 
     def _begin(self, hook: Hook) -> None:
         self._hook, self.completion = None, (work := _completion.get())
-        if _run.get() is not None:  # a part of another generation: its draft model, or a judge of its tokens
+        if _run.get() is not None or (work is not None and work.is_inner):  # such as a judge of its tokens
             return
         library, most = (work.library, work.max_tokens) if work is not None else (TEXT, 0)
         begun = begin_generation(library, self.llama, hook, self.prompt_left, most)
@@ -193,8 +164,8 @@ class Run(StreamWork):
     def end_step(self) -> None:
         """Ends the step that runs: it delivered all its tokens, or was a part of the prompt."""
         generation = self.generation
-        if self.pending and not generation.steps:  # the whole prompt was computed before
-            self._note_cached(self.prompt_left)
+        if self.pending and not generation.steps:
+            self._note_cached(self.prompt_left)  # the whole prompt
             generation.begin_step(at=generation.began_at)
         if generation.step:
             self.accepted += max(self.pending - 1, 0)
@@ -209,22 +180,16 @@ class Run(StreamWork):
 
     def finish(self, reason: str, exc: BaseException | None = None) -> None:
         """Ends the generation, once. A token that ends a text is none of the completion's."""
-        if self.generation.is_ended:
-            return
         self.end_step()
-        if self.is_drafting:
-            drafts = events.TokensDrafted(_clock.now(), self.drafted, self.accepted)
-            self.generation.request.record_event(drafts)
+        if self.is_drafting and not self.generation.is_ended:
+            drafted = self.drafted, self.accepted
+            self.generation.request.record_event(events.TokensDrafted(_clock.now(), *drafted))
         if exc is not None:
             self.generation.fail(exc)
             return
-        self.generation.tokens -= _ends_text(self.llama, self.last_token)
+        is_end: Any = sys.modules["llama_cpp"].llama_vocab_is_eog
+        self.generation.tokens -= self.last_token >= 0 and is_end(self.llama._model.vocab, self.last_token)
         self.generation.finish(reason)
-
-
-def _ends_text(llama: Any, token: int) -> bool:
-    """Returns whether a token ends a text, as the library decides it."""
-    return token >= 0 and bool(sys.modules["llama_cpp"].llama_vocab_is_eog(llama._model.vocab, token))
 
 
 @instrumentor.patch_hot_path(f"{_LLAMA}.create_chat_completion", reads=("messages",))
@@ -236,32 +201,11 @@ def _patch_chat(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
         try:
             if not hook.alive or call_safely(hook, start.find_request) is not None:
                 return original(self, *args, **kwargs)
-            return _follow_chat(Completion(self, CHAT), hook, original, (self, *args), kwargs)
+            return follow_call(Chat(CHAT, self), hook, original, (self, *args), kwargs)
         finally:
             _library.reset(token)
 
     return create_chat_completion
-
-
-def _follow_chat(
-    work: Completion,
-    hook: Hook,
-    original: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
-    entered = call_safely(hook, work.enter)
-    try:
-        result = original(*args, **kwargs)
-    except BaseException as exc:
-        call_safely(hook, work.end, exc)
-        raise
-    finally:
-        call_safely(hook, work.leave, entered)
-    if isinstance(result, Iterator):
-        return follow_stream(result, work, hook)
-    call_safely(hook, work.end, None)
-    return result
 
 
 @instrumentor.patch_hot_path(f"{_LLAMA}._create_completion", reads=("prompt", "max_tokens"))
@@ -278,10 +222,11 @@ def _patch_completion(original: Callable[..., Any], hook: Hook) -> Callable[...,
 @instrumentor.patch_hot_path(f"{_LLAMA}.generate", reads=("tokens",))
 def _patch_generate(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     def generate(self: Any, tokens: Any, *args: Any, **kwargs: Any) -> Any:
-        if not hook.alive:
-            return original(self, tokens, *args, **kwargs)
-        run = Run(self, hook)
-        return follow_stream(original(self, run.count_prompt(tokens), *args, **kwargs), run, hook)
+        if hasattr(tokens, "__next__"):
+            tokens = list(tokens)  # as the library does, but later
+        stream = original(self, tokens, *args, **kwargs)
+        count = len(tokens) if hasattr(tokens, "__len__") else 0
+        return follow_stream(stream, Run(self, count, hook), hook) if hook.alive else stream
 
     return generate
 
@@ -297,22 +242,8 @@ def _patch_decode(original: Callable[..., Any], hook: Hook) -> Callable[..., Any
     return decode
 
 
-@instrumentor.patch_hot_path(f"{_SERVER}:get_llama_proxy", part="server")
-def _patch_proxy(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
-    wait = contextlib.asynccontextmanager(original)
-
-    async def get_llama_proxy() -> AsyncIterator[Any]:  # a lock lets one request through at a time
-        request = call_safely(hook, start.current_request) if hook.alive else None
-        queued_at = _clock.now()
-        if request is not None:
-            request.queued_at = queued_at  # recorded if it ends before
-        async with wait() as proxy:
-            if request is not None:
-                request.queued_at = 0
-                call_safely(hook, request.record_stage, events.QUEUE_WAIT, queued_at)
-            yield proxy
-
-    return get_llama_proxy
+# A lock lets one request through at a time.
+instrumentor.patch_hot_path(f"{_SERVER}:get_llama_proxy", part="server")(wrap_queue_wait)
 
 
 @instrumentor.patch_hot_path(f"{_SERVER}:create_app", part="server")

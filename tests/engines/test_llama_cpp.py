@@ -90,6 +90,83 @@ def test_a_chat_is_named_chat(llama: Any, recording: Recording) -> None:
     assert (record.name, record.output_tokens) == ("chat tiny-llama", 3)
 
 
+def test_a_chat_of_several_completions_is_one_request(llama: Any, recording: Recording) -> None:
+    tool = {
+        "type": "function",
+        "function": {"name": "look", "parameters": {"type": "object", "properties": {}}},
+    }
+    llama.chat_format = "chatml-function-calling"
+    llama.create_chat_completion(
+        [{"role": "user", "content": "why?"}], tools=[tool], tool_choice="auto", max_tokens=3
+    )
+    (record,) = recording.records()
+    assert (record.name, record.outcome) == ("chat tiny-llama", events.OK)
+
+
+def test_a_chat_begins_with_its_template(llama: Any, recording: Recording) -> None:
+    with pytest.raises(Exception) as raised:
+        llama.create_chat_completion([{"role": "user"}])
+    list(llama.create_chat_completion([{"role": "user", "content": "why?"}], max_tokens=3, stream=True))
+    failed, streamed = recording.records()
+    assert (failed.outcome, failed.error_type) == (events.ERROR, type(raised.value).__qualname__)
+    assert (streamed.outcome, streamed.output_tokens) == (events.OK, 3)
+    assert stages_of(streamed) == ["tokenize", "queue", "prefill", "decode"]
+
+
+def test_the_prompt_of_a_second_completion_is_prefill(llama: Any, recording: Recording, serve: Serve) -> None:
+    with serve():
+        llama.create_completion("why", max_tokens=3)
+        second = llama.create_completion(PROMPT, max_tokens=3)["usage"]
+    (record,) = recording.records()
+    chunks = list(record.later_prefill_tokens.values())
+    assert chunks[:2] == [32, 32]
+    assert sum(chunks) >= second["prompt_tokens"] - 3  # all but what both prompts begin with
+    assert record.generation_gaps[0].scheduled_at > 0
+
+
+def test_a_prompt_that_is_known_completely_has_its_first_token(llama: Any, recording: Recording) -> None:
+    for most in (1, 1, 4):
+        llama.create_completion(PROMPT, max_tokens=most)
+    records = recording.records()
+    assert [record.output_tokens for record in records] == [1, 1, 4]
+    assert records[1].cached_input_tokens == records[2].cached_input_tokens == records[1].input_tokens
+    assert [len(record.steps) for record in records] == [1, 1, 4]
+
+
+def test_tokens_of_an_iterator_are_a_prompt(llama: Any, recording: Recording) -> None:
+    prompt = llama.tokenize(b"why is the sky blue?")
+    stream = llama.generate(iter(prompt))
+    next(stream)
+    stream.close()
+    (record,) = recording.records()
+    assert tokens_of(record) == (len(prompt), 1)
+
+
+def test_a_model_inside_of_a_generation_is_a_part_of_it(
+    gguf_path: Path, llama: Any, recording: Recording
+) -> None:
+    judge = load(gguf_path)
+
+    def is_enough(tokens: Any, logits: Any) -> bool:
+        judge.create_completion("why", max_tokens=1)
+        judge.eval([1, 2])
+        return False
+
+    criteria = llama_cpp.StoppingCriteriaList([is_enough])
+    usage = llama.create_completion(PROMPT, max_tokens=4, stopping_criteria=criteria)["usage"]
+    (record,) = recording.records()
+    assert tokens_of(record) == (usage["prompt_tokens"], usage["completion_tokens"])
+    assert (len(record.steps), record.finish_reasons) == (4, ("length",))
+
+
+def test_a_refused_prompt_of_a_server_is_its_error(llama: Any, recording: Recording, serve: Serve) -> None:
+    with pytest.raises(ValueError, match="exceed"), serve():
+        llama.create_completion(PROMPT * 20, max_tokens=3)
+    (record,) = recording.records()
+    assert describe(record) == ("text_completion", "llama-cpp-python", "tiny-llama")
+    assert record.error_type == "ValueError"
+
+
 def test_tokens_that_are_generated_directly_are_steps(llama: Any, recording: Recording) -> None:
     prompt = llama.tokenize(b"why is the sky blue?")
     for number, _ in enumerate(llama.generate(prompt), 1):
