@@ -6,16 +6,13 @@ it ends, raises, or is left before its end ─▶ work.end
 
 from __future__ import annotations
 
-import contextlib
 import weakref
-from collections.abc import AsyncIterator, Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
-from otel_infer import _clock
 from otel_infer.instrumentation.hooks.guarded_calls import call_safely
 from otel_infer.instrumentation.hooks.probe import Hook
 from otel_infer.instrumentation.model_calls import ModelLibrary, open_request
-from otel_infer.ringbuffer import events
 from otel_infer.tracing import request_span, start
 from otel_infer.tracing.context import detach
 from otel_infer.tracing.outcome import classify_exception
@@ -132,21 +129,3 @@ def _follow(stream: Any, work: StreamWork, hook: Hook) -> Generator[Any, Any, An
     except BaseException as exc:
         call_safely(hook, work.end, exc)
         raise
-
-
-def wrap_queue_wait(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
-    """A factory for an async generator without parameters that yields once, when it has what a request waits for."""
-    wait = contextlib.asynccontextmanager(original)
-
-    async def wait_and_yield() -> AsyncIterator[Any]:
-        request = call_safely(hook, start.current_request) if hook.alive else None
-        queued_at = _clock.now()
-        if request is not None:
-            request.queued_at = queued_at  # recorded if it ends before
-        async with wait() as found:
-            if request is not None:
-                request.queued_at = 0
-                call_safely(hook, request.record_stage, events.QUEUE_WAIT, queued_at)
-            yield found
-
-    return wait_and_yield

@@ -8,7 +8,6 @@ With a draft model a step delivers several tokens. Read and run: 0.3.36.
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -20,7 +19,6 @@ from otel_infer.instrumentation.followed_streams import (
     StreamWork,
     follow_call,
     follow_stream,
-    wrap_queue_wait,
 )
 from otel_infer.instrumentation.generation_calls import Generation, begin_generation, record_refusal
 from otel_infer.instrumentation.hooks.engines import read_file_name
@@ -29,11 +27,12 @@ from otel_infer.instrumentation.hooks.instrumentor import Instrumentor
 from otel_infer.instrumentation.hooks.model_loading import wrap_loading
 from otel_infer.instrumentation.hooks.probe import Hook
 from otel_infer.instrumentation.model_calls import ModelLibrary, count_inputs, wrap_call, wrap_tokenizer
+from otel_infer.instrumentation.route_dependencies import override_dependency, wrap_queue_wait
 from otel_infer.ringbuffer import events
 from otel_infer.tracing import start
 
 PROVIDER = events.LLAMA_CPP
-_LLAMA, _SERVER = "llama_cpp.llama:Llama", "llama_cpp.server.app"
+_LLAMA, _SERVER, _LOCK = "llama_cpp.llama:Llama", "llama_cpp.server.app", "get_llama_proxy"
 
 instrumentor = Instrumentor("llama_cpp", "llama-cpp-python", ("llama_cpp",), is_engine=True)
 
@@ -45,15 +44,15 @@ def read_model(llama: Any) -> str:
 
 TEXT = ModelLibrary(PROVIDER, read_model, events.OPERATION_TEXT_COMPLETION)
 CHAT = ModelLibrary(PROVIDER, read_model, events.OPERATION_CHAT)
-EMBEDDINGS = ModelLibrary(PROVIDER, read_model, events.OPERATION_EMBEDDINGS)
+_EMBEDDINGS = ModelLibrary(PROVIDER, read_model, events.OPERATION_EMBEDDINGS)
 
-_library: ContextVar[ModelLibrary] = ContextVar("otel_infer-llama-operation", default=TEXT)
+_library = ContextVar("otel_infer-llama-operation", default=TEXT)
 _completion: ContextVar[Completion | None] = ContextVar("otel_infer-llama-completion", default=None)
 _run: ContextVar[Run | None] = ContextVar("otel_infer-llama-run", default=None)
 """What computes its next token."""
 
 instrumentor.patch_hot_path(f"{_LLAMA}.__init__", reads=("model_path",))(wrap_loading(PROVIDER, read_model))
-instrumentor.patch_hot_path(f"{_LLAMA}.embed", reads=("input",))(wrap_call(EMBEDDINGS, count_inputs))
+instrumentor.patch_hot_path(f"{_LLAMA}.embed", reads=("input",))(wrap_call(_EMBEDDINGS, count_inputs))
 instrumentor.patch_hot_path(f"{_LLAMA}.tokenize", reads=("text",))(wrap_tokenizer)
 
 
@@ -67,14 +66,14 @@ class Chat(RequestWork):
 class Completion(Chat):
     """A completion while it runs. `run`: the generation inside it, once that begins. `is_inner`: it is a part of another one."""
 
+    run: Run | None
+
     def __init__(self, llama: Any, library: ModelLibrary, max_tokens: int) -> None:
         super().__init__(library, llama)
-        self.max_tokens, self.is_inner = max_tokens, False
-        self.run: Run | None = None
+        self.max_tokens, self.run = max_tokens, None
+        self.is_inner = _completion.get() is not None or _run.get() is not None
 
     def enter(self) -> Any:
-        if not self.has_begun:
-            self.is_inner = _completion.get() is not None or _run.get() is not None
         entered = super().enter()
         return _completion.set(self), entered
 
@@ -186,10 +185,12 @@ class Run(StreamWork):
             self.generation.request.record_event(events.TokensDrafted(_clock.now(), *drafted))
         if exc is not None:
             self.generation.fail(exc)
-            return
-        is_end: Any = sys.modules["llama_cpp"].llama_vocab_is_eog
-        self.generation.tokens -= self.last_token >= 0 and is_end(self.llama._model.vocab, self.last_token)
-        self.generation.finish(reason)
+        else:
+            is_end: Any = sys.modules["llama_cpp"].llama_vocab_is_eog
+            self.generation.tokens -= self.last_token >= 0 and is_end(
+                self.llama._model.vocab, self.last_token
+            )
+            self.generation.finish(reason)
 
 
 @instrumentor.patch_hot_path(f"{_LLAMA}.create_chat_completion", reads=("messages",))
@@ -243,17 +244,5 @@ def _patch_decode(original: Callable[..., Any], hook: Hook) -> Callable[..., Any
 
 
 # A lock lets one request through at a time.
-instrumentor.patch_hot_path(f"{_SERVER}:get_llama_proxy", part="server")(wrap_queue_wait)
-
-
-@instrumentor.patch_hot_path(f"{_SERVER}:create_app", part="server")
-def _patch_create_app(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
-    """Has routes that hold the function as a dependency call the one in the module."""
-
-    def create_app(*args: Any, **kwargs: Any) -> Any:
-        app = original(*args, **kwargs)
-        current = sys.modules[_SERVER].get_llama_proxy
-        app.dependency_overrides.setdefault(inspect.unwrap(current), current)
-        return app
-
-    return create_app
+instrumentor.patch_hot_path(f"{_SERVER}:{_LOCK}", part="server")(wrap_queue_wait)
+instrumentor.patch_hot_path(f"{_SERVER}:create_app", part="server")(override_dependency(_SERVER, _LOCK))

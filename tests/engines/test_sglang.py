@@ -170,6 +170,28 @@ def test_a_prompt_that_is_refused_is_no_inference_of_the_engine(served: Served) 
     assert not any("decode" in line for line in lines)
 
 
+def test_a_prompt_that_is_refused_in_a_stream_is_no_inference(served: Served) -> None:
+    answer = served.ask(NATIVE, prompt="word " * 2000, stream=True)
+    assert answer.status == 200
+    lines = tree(spans_of(served.receiver, answer.trace_id), answer.parent_id)
+    assert not any("text_completion" in line for line in lines)
+
+
+def test_several_answers_to_a_prompt_are_its_sequences(served: Served) -> None:
+    answer = served.ask(NATIVE, tokens=6, sampling_params={"n": 3, "max_new_tokens": 6, "temperature": 0})
+    answers = json.loads(answer.body)
+    reported = sum(each["meta_info"]["completion_tokens"] for each in answers)
+    request = find(served.spans(answer), "text_completion tiny-llama")["attributes"]
+    assert (request[semconv.USAGE_OUTPUT_TOKENS], request[semconv.SEQUENCES]) == (reported, 3)
+    assert len(request[semconv.RESPONSE_FINISH_REASONS]) == 3
+
+
+def test_a_prompt_without_an_answer_has_no_token(served: Served) -> None:
+    answer = served.ask(NATIVE, sampling_params={"max_new_tokens": 0})
+    request = find(served.spans(answer), "text_completion tiny-llama")["attributes"]
+    assert not request.get(semconv.USAGE_OUTPUT_TOKENS)
+
+
 def ask_together(served: Served, count: int, tokens: int) -> list[Answer]:
     """Returns the answers to requests that are sent at once."""
     answers: list[Answer] = []
@@ -222,6 +244,9 @@ def test_an_embedding_is_one_pass(tmp_path: Path, tiny_llama: Path) -> None:
         lines = served.lines(answer)
         assert lines[:2] == [f"POST {EMBED}", "  embeddings tiny-llama"]
         assert "    prefill" in lines and not any("decode" in line for line in lines)
+        attributes = find(served.spans(answer), "embeddings tiny-llama")["attributes"]
+        assert not attributes.get(semconv.USAGE_OUTPUT_TOKENS)
+        assert semconv.TTFT not in attributes
 
 
 OFFLINE = """
@@ -233,6 +258,11 @@ if __name__ == "__main__":
         attention_backend="torch_native", sampling_backend="pytorch", max_total_tokens=2048, context_length=512,
     )
     engine.generate(["why?", "because"], {{"max_new_tokens": 4}})
+    engine.generate("why is the sky blue?", {{"max_new_tokens": 5, "n": 3}})
+    try:
+        engine.generate("word " * 2000, {{"max_new_tokens": 4}})
+    except ValueError:
+        print("refused")
     engine.shutdown()
 """
 
@@ -247,10 +277,17 @@ def test_a_prompt_without_a_server_is_a_request(tmp_path: Path, tiny_llama: Path
     script = tmp_path / "offline.py"
     script.write_text(OFFLINE.format(model=str(tiny_llama)))
     with OtlpReceiver() as receiver:
-        subprocess.run(
+        ended = subprocess.run(
             [sys.executable, "-m", "otel_infer", "run", "--", sys.executable, str(script)],
             env={**os.environ, **ENVIRON, **receiver.environ}, check=True, timeout=200, capture_output=True,
         )  # fmt: skip
         time.sleep(1)
-        requests = [span for span in receiver.spans if span["name"] == "text_completion tiny-llama"]
-    assert [request["attributes"][semconv.USAGE_OUTPUT_TOKENS] for request in requests] == [4, 4]
+        spans = [span for span in receiver.spans if span["name"] == "text_completion tiny-llama"]
+    assert b"refused" in ended.stdout
+    requests = [span["attributes"] for span in spans]
+    refused = [request for request in requests if semconv.ERROR_TYPE in request]
+    assert [request[semconv.ERROR_TYPE] for request in refused] == ["ValueError"]
+    tokens = sorted(
+        request[semconv.USAGE_OUTPUT_TOKENS] for request in requests if semconv.ERROR_TYPE not in request
+    )
+    assert tokens == [4, 4, 5, 5, 5]

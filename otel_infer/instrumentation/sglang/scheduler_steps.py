@@ -49,12 +49,18 @@ class ScheduledRequest:
             return
         self._ended = True
         reason = reason or str(req.finished_reason.to_json()["type"] if req.finished_reason else "stop")
-        self.fragment.record_event(events.EngineFinished(_clock.now(), reason, len(req.output_ids)))
+        self.fragment.record_event(events.EngineFinished(_clock.now(), reason, _count_output(req)))
         self._release()
 
 
 DECODE, PREFILL, SPECULATIVE = range(3)
-"""How many tokens a step delivers to a member: one, one with the last chunk of its prompt, or several."""
+"""How many tokens a step delivers to a member: one, at most one, with the last chunk of its prompt, or several."""
+
+
+def _count_output(req: Any) -> int:
+    """Returns the tokens that a request has delivered: none of an embedding, or past its end."""
+    count, finished = len(req.output_ids), getattr(req, "finished_len", None)
+    return count if finished is None else min(count, int(finished))
 
 
 class LaunchedStep(NamedTuple):
@@ -147,11 +153,8 @@ class SglangSteps:
         reqs = batch.reqs
         if launched.size != len(reqs):
             return DeliveredTokens(launched)
-        if launched.kind == PREFILL:
-            tokens = [int(req.inflight_middle_chunks <= 0 and not _has_left(req)) for req in reqs]
-            return DeliveredTokens(launched, array("I", tokens).tobytes())
-        if launched.kind == SPECULATIVE:
-            return DeliveredTokens(launched, lengths=tuple([len(req.output_ids) for req in reqs]))
+        if launched.kind != DECODE:
+            return DeliveredTokens(launched, lengths=tuple(map(_count_output, reqs)))
         if batch.forward_iter > steps.mixed_until:
             return DeliveredTokens(launched)
         tokens = [int(not _has_left(req)) for req in reqs]
@@ -165,7 +168,7 @@ class SglangSteps:
             return
         counts = delivered.counts
         if delivered.lengths:
-            grown = [len(req.output_ids) - before for req, before in zip(batch.reqs, delivered.lengths)]
+            grown = [_count_output(req) - before for req, before in zip(batch.reqs, delivered.lengths)]
             counts = array("I", [max(count, 0) for count in grown]).tobytes()
         steps.writer.write_done(step, counts, size, delivered.discarded)
         if steps.has_ended and not steps.launched and not scheduler.waiting_queue:

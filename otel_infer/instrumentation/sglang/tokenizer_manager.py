@@ -8,6 +8,7 @@ The request comes from the context in which the handler runs. Offline (`Engine.g
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -19,26 +20,41 @@ from otel_infer.instrumentation.hooks.target import check_is_coroutine
 from otel_infer.instrumentation.sglang._instrumentor import ENGINE, IDS, REQUESTS, STATE, STATS, instrumentor
 from otel_infer.ringbuffer import events
 from otel_infer.tracing import propagation, request_span, start
+from otel_infer.tracing.outcome import classify_exception
 
 MANAGER = "sglang.srt.managers.tokenizer_manager:TokenizerManager"
-SERVING = "sglang.srt.entrypoints.openai"
+_SERVING = "sglang.srt.entrypoints"
 HEALTH_CHECK = "HEALTH_CHECK"
 """Begin of the ids of requests by which SGLang checks itself."""
+_CONVERT = "_convert_to_internal_request"
 OPERATIONS = {
-    "serving_chat:OpenAIServingChat": events.OPERATION_CHAT,
-    "serving_completions:OpenAIServingCompletion": events.OPERATION_TEXT_COMPLETION,
-    "serving_embedding:OpenAIServingEmbedding": events.OPERATION_EMBEDDINGS,
-    "serving_rerank:OpenAIServingRerank": events.OPERATION_RERANK,
+    f"openai.serving_chat:OpenAIServingChat.{_CONVERT}": events.OPERATION_CHAT,
+    "openai.serving_responses:OpenAIServingResponses.create_responses": events.OPERATION_CHAT,
+    "ollama.serving:OllamaServing.handle_chat": events.OPERATION_CHAT,
+    f"openai.serving_completions:OpenAIServingCompletion.{_CONVERT}": events.OPERATION_TEXT_COMPLETION,
+    f"openai.serving_embedding:OpenAIServingEmbedding.{_CONVERT}": events.OPERATION_EMBEDDINGS,
+    f"openai.serving_rerank:OpenAIServingRerank.{_CONVERT}": events.OPERATION_RERANK,
 }
+"""The operation of a route, by the function that prepares its prompt."""
 
 
 class Sequence:
-    """A sequence of a request in this process. `owns_request`: the request was opened for it (offline)."""
+    """A sequence of a request in this process. `owns_request`: the request was opened for it (offline).
 
-    __slots__ = ("owns_request", "request")
+    `names`: operation, provider and model. `has_tokens`: it delivers tokens to a reader.
+    """
 
-    def __init__(self, request: request_span.RequestSpan, owns_request: bool) -> None:
+    __slots__ = ("has_tokens", "names", "owns_request", "request")
+
+    def __init__(
+        self,
+        request: request_span.RequestSpan,
+        owns_request: bool,
+        names: tuple[str, str, str],
+        has_tokens: bool,
+    ) -> None:
         self.request, self.owns_request = request, owns_request
+        self.names, self.has_tokens = names, has_tokens
 
 
 def _wrap_convert(operation: str) -> WrapperFactory:
@@ -57,31 +73,35 @@ def _wrap_convert(operation: str) -> WrapperFactory:
 
 
 for _path, _operation in OPERATIONS.items():
-    instrumentor.patch_hot_path(
-        f"{SERVING}.{_path}._convert_to_internal_request", optional=True, part="operations"
-    )(_wrap_convert(_operation))
+    instrumentor.patch_hot_path(f"{_SERVING}.{_path}", optional=True, part="operations")(
+        _wrap_convert(_operation)
+    )
 
 
 @instrumentor.patch_hot_path(f"{MANAGER}._init_req_state", reads=("obj",), part=REQUESTS)
 def _patch_init_state(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+    """SGLang calls it with the client's request for a prompt, and without for what it makes of one prompt (`n` > 1)."""
+
     def init_req_state(self: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
         known = self.rid_to_state
         result = original(self, obj, *args, **kwargs)
-        if hook.alive:
+        is_prompt = bool(args or kwargs)
+        if hook.alive and is_prompt:
+            several = (getattr(obj, "parallel_sample_num", 1) or 1) > 1
             ids = obj.rid if isinstance(obj.rid, list) else [obj.rid]
             for rid in ids:
-                call_safely(hook, _bind_sequence, self, known[rid], rid)
+                call_safely(hook, _bind_sequence, self, known[rid], rid, not several)
         return result
 
     return init_req_state
 
 
-def _bind_sequence(manager: Any, state: Any, rid: str) -> None:
-    """Binds a new sequence to the current request, or to one that is opened for it."""
-    if rid.startswith(HEALTH_CHECK):
-        return
-    is_embedding = type(state.obj).__name__ == "EmbeddingReqInput"
+def _bind_sequence(manager: Any, state: Any, rid: str, opens: bool = True) -> Sequence | None:
+    """Binds a new sequence to the current request, or to one that is opened for it if `opens`. Returns it."""
     request, owns_request = start.current_request(), False
+    if rid.startswith(HEALTH_CHECK) or (request is None and not opens):
+        return None
+    is_embedding = type(state.obj).__name__ == "EmbeddingReqInput"
     operation = request.operation if request is not None else ""
     operation = operation or (
         events.OPERATION_EMBEDDINGS if is_embedding else events.OPERATION_TEXT_COMPLETION
@@ -93,11 +113,15 @@ def _bind_sequence(manager: Any, state: Any, rid: str) -> None:
             f"{operation} {model}", owner=ENGINE, operation=operation, provider=ENGINE, model=model
         )
     elif not request.is_named:
-        request.is_named = True
-        request.set_operation(operation, ENGINE, model)
-    if request is not None:
-        request.set_request_id(rid)
-        setattr(state.time_stats, STATE, Sequence(request, owns_request))
+        request.expect_operation(operation, ENGINE, model)
+    if request is None:
+        return None
+    request.set_request_id(rid)
+    # Offline only a stream is read while it runs.
+    has_tokens = not is_embedding and (not owns_request or bool(getattr(state.obj, "stream", False)))
+    sequence = Sequence(request, owns_request, (operation, ENGINE, model), has_tokens)
+    setattr(state.time_stats, STATE, sequence)
+    return sequence
 
 
 @instrumentor.patch_hot_path(f"{MANAGER}._tokenize_one_request", reads=("obj",), part=REQUESTS)
@@ -121,6 +145,27 @@ def _patch_tokenize(original: Callable[..., Any], hook: Hook) -> Callable[..., A
     return tokenize_one_request
 
 
+@instrumentor.patch_hot_path(f"{MANAGER}._release_req_states_on_failure", optional=True, part=REQUESTS)
+def _patch_release(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+    """SGLang calls it with the states of a request that fails, while it handles the exception."""
+
+    def release(self: Any, request_states: Any) -> Any:
+        failure = sys.exc_info()[1]
+        if hook.alive:
+            for state in list(request_states.values()):
+                call_safely(hook, _end_refused, state, failure)
+        return original(self, request_states)
+
+    return release
+
+
+def _end_refused(state: Any, failure: BaseException | None) -> None:
+    """Ends a sequence that the scheduler never got. One that it has ends with its last output."""
+    sequence = None if state.dispatched else state.time_stats.__dict__.pop(STATE, None)
+    if sequence is not None and sequence.owns_request:
+        sequence.request.close(*classify_exception(failure))
+
+
 def _get_sequence(time_stats: Any) -> Sequence | None:
     sequence: Sequence | None = getattr(time_stats, STATE, None)
     return sequence
@@ -135,7 +180,7 @@ def _patch_send(read_all: Callable[[Any], list[Any]]) -> WrapperFactory:
         async def send(self: Any, tokenized: Any, *args: Any, **kwargs: Any) -> Any:
             if hook.alive:
                 for one in read_all(tokenized):
-                    call_safely(hook, _record_submitted, one)
+                    call_safely(hook, _record_submitted, self, one)
             return await original(self, tokenized, *args, **kwargs)
 
         return send
@@ -143,14 +188,21 @@ def _patch_send(read_all: Callable[[Any], list[Any]]) -> WrapperFactory:
     return make_wrapper
 
 
-def _record_submitted(tokenized: Any) -> None:
+def _record_submitted(manager: Any, tokenized: Any) -> None:
     """Records that a sequence is submitted, and adds the ids of its request to what is sent."""
-    sequence = _get_sequence(tokenized.time_stats)
+    state = manager.rid_to_state.get(tokenized.rid)
+    if state is None or state.time_stats is not tokenized.time_stats:
+        return  # before several answers to a prompt, SGLang computes the prompt once, with a copy of the first
+    sequence = _get_sequence(tokenized.time_stats) or _bind_sequence(manager, state, tokenized.rid)
     if sequence is None:
         return
-    limit = getattr(tokenized.sampling_params, "max_new_tokens", 0) or 0
-    sequence.request.record_submitted(ENGINE, 1, len(tokenized.input_ids or ()), limit)
-    ids = propagation.inject(sequence.request, has_readers=False)
+    request, limit = sequence.request, getattr(tokenized.sampling_params, "max_new_tokens", None)
+    sequence.has_tokens = sequence.has_tokens and limit != 0
+    if not request.is_named and not sequence.owns_request:
+        request.is_named = True
+        request.set_operation(*sequence.names)
+    request.record_submitted(ENGINE, 1, len(tokenized.input_ids or ()), limit or 0)
+    ids = propagation.inject(request, has_readers=False)
     setattr(tokenized.time_stats, IDS, ids[propagation.REQUEST_HEADER])
 
 
@@ -178,7 +230,7 @@ def _patch_first_token(original: Callable[..., Any], hook: Hook) -> Callable[...
 
     def set_first_token_time(self: Any, *args: Any, **kwargs: Any) -> Any:
         sequence = _get_sequence(self) if hook.alive else None
-        if sequence is not None:
+        if sequence is not None and sequence.has_tokens:
             call_safely(hook, sequence.request.record_token_reached)
         return original(self, *args, **kwargs)
 
