@@ -100,6 +100,55 @@ def test_a_failed_run_keeps_its_exception(session: Any, recording: Recording) ->
     assert stages_of(record) == ["forward"]
 
 
+def test_a_failed_asynchronous_run_has_the_librarys_error(session: Any, recording: Recording) -> None:
+    done = threading.Event()
+    session.run_async(None, {"rows": np.ones((2, 3), np.float32)}, lambda *_: done.set(), None)
+    assert done.wait(10)
+    with pytest.raises(Exception) as raised:
+        session.run(None, {"rows": np.ones((2, 3), np.float32)})
+    first, second = recording.records()
+    assert first.error_type == second.error_type == type(raised.value).__qualname__
+
+
+def test_a_callback_runs_in_the_context_of_its_call(session: Any, recording: Recording, serve: Serve) -> None:
+    done = threading.Event()
+
+    def run_again(results: Any, data: Any, error: str) -> None:
+        session.run(None, {"rows": make_rows(2)})
+        done.set()
+
+    with serve():
+        session.run_async(None, {"rows": make_rows(3)}, run_again, None)
+        assert done.wait(10)
+    (record,) = recording.records()
+    assert stages_of(record) == ["ingress", "forward", "forward"]
+
+
+def test_a_wrong_call_ends_no_recording(session: Any, recording: Recording) -> None:
+    with pytest.raises(TypeError):
+        session.run_async(None, {"rows": make_rows(2)}, 5, None)
+    with pytest.raises(AttributeError):
+        ort.InferenceSession.run(None, None, {"rows": make_rows(2)})
+    session.run(None, {"rows": make_rows(2)})
+    assert recording.records()[-1].outcome == events.OK
+
+
+@pytest.mark.parametrize(
+    ("file", "name"),
+    [
+        ("encoder.onnx", "encoder"),
+        ("decoder_model_merged.onnx", "v1.5-base"),
+        ("model_churn.onnx", "model_churn"),
+    ],
+)
+def test_a_model_is_named_by_its_file_or_by_a_folder_with_dots(
+    tmp_path: Path, recording: Recording, file: str, name: str
+) -> None:
+    session = ort.InferenceSession(str(make_classifier(tmp_path / "v1.5-base" / file)))
+    session.run(None, {"rows": make_rows(1)})
+    assert recording.records()[-1].model == name
+
+
 def test_a_session_of_bytes_is_named_by_its_graph(path: Path, recording: Recording) -> None:
     run(ort.InferenceSession(path.read_bytes()), make_rows(1))
     (record,) = recording.records()
