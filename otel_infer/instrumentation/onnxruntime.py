@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import contextvars
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -87,7 +86,7 @@ def _patch_run_async(original: Callable[..., Any], hook: Hook) -> Callable[..., 
         rows = count_rows((input_feed,), {})
 
         def end_and_call(results: Any, data: Any, error: str) -> Any:
-            call_safely(hook, call.end, rows, _make_failure(error) if error else None)
+            call_safely(hook, call.end, rows, RuntimeError() if error else None)
             return around.run(callback, results, data, error)
 
         try:
@@ -99,14 +98,6 @@ def _patch_run_async(original: Callable[..., Any], hook: Hook) -> Callable[..., 
             call.leave()
 
     return run_async
-
-
-def _make_failure(error: str) -> BaseException:
-    """Returns the exception that `run` raises for an error, such as `[ONNXRuntimeError] : 2 : INVALID_ARGUMENT : …`."""
-    words = [part.strip() for part in error.split(":")]
-    name = "".join(word.title() for word in words[2].split("_")) if len(words) > 2 else ""
-    cls = getattr(sys.modules.get("onnxruntime.capi.onnxruntime_pybind11_state"), name or "-", RuntimeError)
-    return cls() if isinstance(cls, type) and issubclass(cls, BaseException) else RuntimeError()
 
 
 # ── copies ───────────────────────────────────────────────────────────────────────────────────────────────────────────
