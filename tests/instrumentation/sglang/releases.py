@@ -16,6 +16,7 @@ RELIES: dict[str, tuple[str, ...]] = {
     f"{_MANAGERS}.io_struct:AbortReq": ("rid",),
     f"{_MANAGERS}.schedule_batch:Req": (
         "origin_input_ids", "output_ids", "finished_reason", "is_retracted", "inflight_middle_chunks", "time_stats",
+        "finished_len",
     ),
     f"{_MANAGERS}.schedule_batch:ScheduleBatch": (
         "reqs", "forward_mode", "extend_lens", "prefix_lens", "forward_iter", "spec_algorithm",
