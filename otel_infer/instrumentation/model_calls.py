@@ -162,14 +162,24 @@ def forget_model(model: Any) -> None:
     _known_models.pop(id(model), None)
 
 
+def guard_rows(rows_of: Rows) -> Rows:
+    """Returns a function that returns 0, for unknown, where `rows_of` raises."""
+
+    def count_guarded(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+        try:
+            return rows_of(args, kwargs)
+        except Exception:  # data of the application may raise anything
+            return 0
+
+    return count_guarded
+
+
 def wrap_call(library: ModelLibrary | Callable[[Any], ModelLibrary | None], rows_of: Rows) -> WrapperFactory:
     """Returns a factory for a method of a model that returns when its result is computed.
 
     `library`: of the method's models, or a function that returns the library of a model; None if this call is no inference.
-    `rows_of`: counts the rows.
+    `rows_of`: counts the rows, and never raises (`guard_rows`).
     """
-    is_standard = rows_of is count_rows
-    rows_of = guard_rows(rows_of)
 
     def make_wrapper(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
         def call_model(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -189,22 +199,10 @@ def wrap_call(library: ModelLibrary | Callable[[Any], ModelLibrary | None], rows
 
         if not isinstance(library, ModelLibrary) or library.has_stages or not library.keeps_names:
             return call_model
-        details = library, _known_models, events.FORWARD, rows_of, is_standard
+        details = library, _known_models, events.FORWARD, rows_of, rows_of is count_rows
         return compile_model_call(original, hook, call_model, details)
 
     return make_wrapper
-
-
-def guard_rows(rows_of: Rows) -> Rows:
-    """Returns a function that returns 0, for unknown, where `rows_of` raises."""
-
-    def count_guarded(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-        try:
-            return rows_of(args, kwargs)
-        except Exception:  # data of the application may raise anything
-            return 0
-
-    return count_guarded
 
 
 class StartedCall(NamedTuple):
@@ -302,6 +300,7 @@ def count_tokens(tokens: Any) -> int:
     return int(math.prod(shape)) if shape else len(tokens)
 
 
+@guard_rows
 def count_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     """Returns the number of inputs that a call gets: those of the first list or text, which is one."""
     kinds = (str, list, tuple)
@@ -309,6 +308,7 @@ def count_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     return 1 if isinstance(found, str) else len(found)
 
 
+@guard_rows
 def count_rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     """Returns the first dimension of the first array with two dimensions or more; 0 = there is none."""
     return next(filter(None, map(_read_rows, _iter_values((*args, *kwargs.values())))), 0)

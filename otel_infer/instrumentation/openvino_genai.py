@@ -121,6 +121,8 @@ class Batching:
         config: Any = args[2] if len(args) > 2 else kwargs.get("generation_config")
         if getattr(config, "num_beams", 1) > 1 or getattr(config, "num_return_sequences", 1) > 1:
             self.started.add(id(handle))
+        else:
+            self.started.discard(id(handle))  # a handle that is gone may have had this id
         self.requests.add(handle, generation)
 
     def begin_step(self) -> None:
@@ -141,10 +143,10 @@ class Batching:
         for handle in handles:
             if states[id(handle)] != "RUNNING":
                 self._end(handle, states[id(handle)])
-        self.started &= states.keys()
 
     def _end(self, handle: Any, state: str) -> None:
         generation = self.requests.take(handle)
+        self.started.discard(id(handle))
         if generation is None:
             return
         with contextlib.suppress(RuntimeError):  # it has none before its end

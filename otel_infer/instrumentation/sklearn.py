@@ -16,7 +16,7 @@ from otel_infer.instrumentation.hooks.instrumentor import Instrumentor
 from otel_infer.instrumentation.hooks.probe import Hook
 from otel_infer.instrumentation.hooks.subclass_methods import SubclassMethods
 from otel_infer.instrumentation.hooks.suppression import suppress_torch, torch_suppressed
-from otel_infer.instrumentation.model_calls import ModelLibrary, wrap_call
+from otel_infer.instrumentation.model_calls import ModelLibrary, guard_rows, wrap_call
 from otel_infer.ringbuffer import events
 
 PART = "otel_infer_part"
@@ -31,6 +31,7 @@ def read_model(model: Any) -> str:
     return type(last[1] if isinstance(last, tuple) else model).__name__
 
 
+@guard_rows
 def count_rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     """Returns the number of rows of the data: an array, a frame, a list of rows or XGBoost's `DMatrix`; 0 = unknown."""
     data = args[0] if args else kwargs.get("X", kwargs.get("data"))

@@ -105,22 +105,19 @@ def test_a_step_is_one_of_all_its_requests(batching: Any, recording: Recording) 
         assert len(handle.read_all()[0].generated_ids) == record.output_tokens
 
 
-def test_a_request_that_is_cancelled_is_aborted(batching: Any, recording: Recording) -> None:
+@pytest.mark.parametrize(
+    ("way", "outcome", "reason"), [("cancel", events.ABORTED, "abort"), ("stop", events.OK, "stop")]
+)
+def test_a_request_that_is_cancelled_or_stopped_ends(
+    batching: Any, recording: Recording, way: str, outcome: int, reason: str
+) -> None:
     handle = batching.add_request(0, PROMPT, make_settings(50))
     batching.step()
-    handle.cancel()
+    getattr(handle, way)()
     batching.step()
     (record,) = recording.records()
-    assert (record.outcome, record.output_tokens, len(record.steps)) == (events.ABORTED, 1, 1)
-
-
-def test_a_request_that_is_stopped_has_ended(batching: Any, recording: Recording) -> None:
-    handle = batching.add_request(0, PROMPT, make_settings(50))
-    batching.step()
-    handle.stop()
-    batching.step()
-    (record,) = recording.records()
-    assert (record.outcome, record.output_tokens, record.finish_reasons) == (events.OK, 1, ("stop",))
+    assert (record.outcome, record.finish_reasons) == (outcome, (reason,))
+    assert (record.output_tokens, len(record.steps)) == (1, 1)
 
 
 def test_a_handle_that_is_dropped_cancels_its_request(batching: Any, recording: Recording) -> None:

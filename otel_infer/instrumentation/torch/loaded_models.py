@@ -50,28 +50,24 @@ def _patch_method(original: Callable[..., Any], hook: Hook) -> Callable[..., Any
     return method
 
 
-def _patch_maker(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
-    """For a function that returns a module."""
-
-    def make(*args: Any, **kwargs: Any) -> Any:
-        module = original(*args, **kwargs)
-        if hook.alive:
-            call_safely(hook, _watch_loaded, module)
-        return module
-
-    return make
+def _watch_compiled(module: Any) -> None:
+    if getattr(module, "training", True) is False:
+        _watch_loaded(module)
 
 
-def _patch_compiler(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
-    """For the function that makes a program of a module, in the mode of the module."""
+def _patch_maker(watch: Callable[[Any], None]) -> WrapperFactory:
+    """Returns a factory for a function that returns a module. `watch`: is called with it."""
 
-    def compile_module(*args: Any, **kwargs: Any) -> Any:
-        module = original(*args, **kwargs)
-        if hook.alive and getattr(module, "training", True) is False:
-            call_safely(hook, _watch_loaded, module)
-        return module
+    def make_wrapper(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+        def make(*args: Any, **kwargs: Any) -> Any:
+            module = original(*args, **kwargs)
+            if hook.alive:
+                call_safely(hook, watch, module)
+            return module
 
-    return compile_module
+        return make
+
+    return make_wrapper
 
 
 def _patch_load_package(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
@@ -87,13 +83,13 @@ def _patch_load_package(original: Callable[..., Any], hook: Hook) -> Callable[..
 _TARGETS: tuple[tuple[str, WrapperFactory, str], ...] = (
     (f"{_MODULE}.load_state_dict", _patch_method, "loading"),
     (f"{_MODULE}.to", _patch_method, "loading"),
-    ("torch.jit:load", _patch_maker, "jit"),
-    ("torch.jit:freeze", _patch_maker, "jit"),
-    ("torch.jit:optimize_for_inference", _patch_maker, "jit"),
-    ("torch.jit._recursive:create_script_module", _patch_compiler, "jit"),
-    ("torch.jit._trace:make_module", _patch_compiler, "jit"),
+    ("torch.jit:load", _patch_maker(_watch_loaded), "jit"),
+    ("torch.jit:freeze", _patch_maker(_watch_loaded), "jit"),
+    ("torch.jit:optimize_for_inference", _patch_maker(_watch_loaded), "jit"),
+    ("torch.jit._recursive:create_script_module", _patch_maker(_watch_compiled), "jit"),
+    ("torch.jit._trace:make_module", _patch_maker(_watch_compiled), "jit"),
     ("torch.jit._trace:_check_trace", suppress_torch, "jit"),
-    ("torch.export.exported_program:ExportedProgram.module", _patch_maker, "export"),
+    ("torch.export.exported_program:ExportedProgram.module", _patch_maker(_watch_loaded), "export"),
     ("torch._inductor:aoti_load_package", _patch_load_package, "inductor"),
     (
         f"{_PACKAGE}:AOTICompiledModel.__call__",
