@@ -53,9 +53,9 @@ def draw_crowd(rng: random.Random, server: Server, factor: float = 1.0) -> list[
 
 
 def draw_light(rng: random.Random, server: Server) -> list[TimedRequest]:
-    """Returns a load without waits. One request at a time where each blocks the event loop."""
+    """Returns a load without waits. Requests come one by one where two cannot run at the same time."""
     requests = draw_usual(rng, server, rng.uniform(0.5, 1.0))
-    if server.name not in BLOCKED:
+    if server.name not in (*BLOCKED, *ONE_AT_A_TIME):
         return requests
     return [replace(request, at=0.7 * i + rng.uniform(0, 0.1)) for i, request in enumerate(requests)]
 

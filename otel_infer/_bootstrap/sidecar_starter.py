@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import os
+import signal
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,10 @@ from otel_infer.config.environment import Config
 from otel_infer.ringbuffer import sidecar_claim
 from otel_infer.sidecar import launcher
 from otel_infer.sidecar.notices import NoticePrinter
+
+DEATH_S = 1.0
+"""How long the exit of a process waits for the death of its sidecar, once that was killed."""
+PF_EXITING = 4
 
 
 class SidecarStarter:
@@ -50,6 +57,22 @@ class SidecarStarter:
             self.had_reader = True
         finally:
             self._close_claim()
+        atexit.unregister(self._replace_killed)
+        atexit.register(self._replace_killed, folder, settings, resource)
+
+    def _replace_killed(self, folder: Path, settings: Config, resource: dict[str, Any]) -> None:
+        """Starts a sidecar for what is in the rings, at the exit of a process whose sidecar was killed.
+
+        SGLang's engine kills all children of its process when it ends (0.5.23, srt/utils/common.py, `kill_process_tree`).
+        """
+        if self.sidecar is None or (self.is_running() and not _is_dying(self.sidecar.pid)):
+            return
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.sidecar.wait(DEATH_S)
+        if self.sidecar.returncode is None or self.sidecar.returncode > 0 or not folder.is_dir():
+            return
+        with contextlib.suppress(OSError, launcher.SidecarStartError):
+            self.start(folder, settings, resource)
 
     def release(self) -> None:
         """Leaves the sidecar to its end, which it finds by itself; `poll()` reaps it."""
@@ -69,3 +92,14 @@ class SidecarStarter:
         claim, self._claim = self._claim, None
         if claim is not None and claim >= 0:
             os.close(claim)
+
+
+def _is_dying(pid: int) -> bool:
+    """Whether a process was killed and has not ended yet. Source: proc(5); PF_EXITING in Linux 6.1, include/linux/sched.h."""
+    try:
+        process = Path(f"/proc/{pid}")
+        flags = int(process.joinpath("stat").read_text().rpartition(")")[2].split()[6])
+        pending = process.joinpath("status").read_text().partition("SigPnd:")[2].split()[0]
+        return bool(flags & PF_EXITING or int(pending, 16) >> (signal.SIGKILL - 1) & 1)
+    except (OSError, ValueError, IndexError):
+        return False

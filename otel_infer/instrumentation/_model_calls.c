@@ -25,7 +25,7 @@ static int64_t read_rows(PyObject *value)
 {
     if (value == Py_None || PyUnicode_CheckExact(value) || PyLong_CheckExact(value)) return 0;
     PyObject *shape = PyObject_GetAttr(value, names[SHAPE]);
-    if (shape == NULL) return keep_interrupt() ? UNKNOWN : 0;
+    if (shape == NULL) return keep_interrupt() || PyObject_HasAttrString(value, "values") ? UNKNOWN : 0;
     int64_t rows = UNKNOWN;
     if (PyTuple_CheckExact(shape)) {
         PyObject *first = PyTuple_Size(shape) > 1 ? PyTuple_GetItem(shape, 0) : NULL;

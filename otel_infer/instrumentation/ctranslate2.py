@@ -59,7 +59,8 @@ def count_rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
 def _list_prompts(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[list[str]]:
     """Returns the tokens of each prompt; empty = unknown."""
     batch = _find_inputs(args, kwargs)
-    return [row for row in batch if isinstance(row, list)] if isinstance(batch, list) else []
+    rows = batch if isinstance(batch, (list, tuple)) else ()
+    return [list(row) for row in rows if isinstance(row, (list, tuple))]
 
 
 class Tokens:
@@ -129,7 +130,7 @@ def _wrap_generation(original: Callable[..., Any], hook: Hook) -> Callable[..., 
             results = call_or_fail(hook, batch.generation, original, (self, *args), kwargs)
         finally:
             torch_suppressed.reset(token)
-        if kwargs.get("asynchronous") and results:
+        if kwargs.get("asynchronous"):
             call_safely(hook, PendingResults, results, batch.end, hook)
         else:
             call_safely(hook, batch.end, results)

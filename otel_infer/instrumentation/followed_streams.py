@@ -6,6 +6,7 @@ it ends, raises, or is left before its end ─▶ work.end
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Generator, Iterator
 from typing import Any
@@ -59,11 +60,21 @@ class RequestWork(StreamWork):
         if entered is not None:
             detach(entered)
 
+    def note_item(self, item: Any) -> None:
+        self.has_finished = self.has_finished or bool(read_finish_reason(item))
+
     def end(self, exc: BaseException | None) -> None:
         request, self.request = self.request, None
         if request is not None and self.owns_request:
             is_complete = self.has_finished and isinstance(exc, GeneratorExit)
             request.close(*classify_exception(None if is_complete else exc))
+
+
+def read_finish_reason(chunk: Any) -> str:
+    """Returns the finish reason of a chunk as OpenAI's API has it; "" = it has none, or is of another kind."""
+    with contextlib.suppress(TypeError, LookupError):
+        return chunk["choices"][0]["finish_reason"] or ""
+    return ""
 
 
 def call_at_work(
@@ -85,7 +96,8 @@ def follow_call(
 ) -> Any:
     """Returns what a function of the library returns: a stream, which is followed, or the result of the work."""
     result = call_at_work(work, hook, original, args, kwargs)
-    if isinstance(result, Iterator):
+    # An iterator of the user's own class may have more than an iterator's methods.
+    if isinstance(result, Iterator) and not hasattr(result, "__dict__"):
         return follow_stream(result, work, hook)
     call_safely(hook, work.end, None)
     return result
@@ -93,13 +105,20 @@ def follow_call(
 
 def follow_stream(stream: Any, work: StreamWork, hook: Hook) -> Generator[Any, Any, Any]:
     """Returns a generator that yields what the stream yields, and passes on what it is sent, and what is thrown into it."""
-    followed = _follow(stream, work, hook)
+    works = [work]  # until its end, so that an exhausted stream does not keep a model
+    followed = _follow(stream, works, hook)
     # A generator that is left before its first item never runs.
-    weakref.finalize(followed, call_safely, hook, work.end, GeneratorExit())
+    weakref.finalize(followed, _end_work, works, hook, GeneratorExit())
     return followed
 
 
-def _follow(stream: Any, work: StreamWork, hook: Hook) -> Generator[Any, Any, Any]:
+def _end_work(works: list[StreamWork], hook: Hook, exc: BaseException | None) -> None:
+    if works:
+        call_safely(hook, works.pop().end, exc)
+
+
+def _follow(stream: Any, works: list[StreamWork], hook: Hook) -> Generator[Any, Any, Any]:
+    work = works[0]
     sent, thrown = None, None
     try:
         while True:
@@ -120,12 +139,12 @@ def _follow(stream: Any, work: StreamWork, hook: Hook) -> Generator[Any, Any, An
             except BaseException as exc:
                 thrown = exc
     except StopIteration as stop:
-        call_safely(hook, work.end, None)
+        _end_work(works, hook, None)
         return stop.value
     except GeneratorExit as exc:
-        call_safely(hook, work.end, exc)
+        _end_work(works, hook, exc)
         getattr(stream, "close", lambda: None)()
         raise
     except BaseException as exc:
-        call_safely(hook, work.end, exc)
+        _end_work(works, hook, exc)
         raise

@@ -19,9 +19,10 @@ from otel_infer import _clock
 from otel_infer.instrumentation.hooks.guarded_calls import call_safely
 from otel_infer.instrumentation.hooks.probe import Hook
 from otel_infer.instrumentation.hooks.thread_counters import begin_thread_run, record_thread_run
-from otel_infer.instrumentation.model_calls import ModelLibrary, describe_model, open_request
+from otel_infer.instrumentation.model_calls import ModelLibrary, describe_model, guard_rows, open_request
 from otel_infer.ringbuffer import events
 from otel_infer.ringbuffer.batch_writer import BatchWriter
+from otel_infer.ringbuffer.events.codec import MAX_COUNT
 from otel_infer.ringbuffer.recorder import recorder
 from otel_infer.tracing import request_span, start
 from otel_infer.tracing.outcome import classify_exception
@@ -198,6 +199,7 @@ class SharedGenerations:
         self._generations: dict[int, Generation] = {}
         self._left: dict[int, int] = {}
         self._owners: dict[int, weakref.ref[Any]] = {}
+        self._held: list[Any] = []
         self._began_at = 0
 
     def __bool__(self) -> bool:
@@ -214,8 +216,8 @@ class SharedGenerations:
         return [owner for reference in list(self._owners.values()) if (owner := reference()) is not None]
 
     def begin_step(self) -> None:
-        """Notes that a pass begins."""
-        self._began_at = _clock.now()
+        """Notes that a pass begins. What is dropped while it runs, since its reader saw the end, is left after it."""
+        self._began_at, self._held = _clock.now(), self.list_owners()
 
     def end_step(self, delivered: Mapping[int, int]) -> None:
         """Records a pass. `delivered`: the tokens of each object that got some, by its id."""
@@ -226,6 +228,7 @@ class SharedGenerations:
         self._steps.begin_step([self._generations[key] for key in keys], computed, self._began_at)
         self._steps.end_step([delivered.get(key, 0) for key in keys])
         self._left.update(dict.fromkeys(delivered, 0))
+        self._held = []
 
     def take(self, owner: Any) -> Generation | None:
         """Returns a generation, which is about to end, and forgets it; None if it has ended."""
@@ -247,6 +250,7 @@ class SharedGenerations:
 
     def fail(self, exc: BaseException) -> None:
         """Ends all generations, because the library failed."""
+        self._held = []
         for key in list(self._generations):
             generation = self._take(key)
             if generation is not None:
@@ -262,6 +266,14 @@ def _acquire_writer(library: ModelLibrary) -> BatchWriter | None:
 
 def _pack_handles(members: Any) -> bytes:
     return b"".join(map(_get_packed, members))
+
+
+@guard_rows
+def read_limit(configs: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Returns the most tokens of an answer by `max_new_tokens`, of a call's settings or by its name; 0 = unlimited, or not known."""
+    config: Any = next(iter(configs), kwargs.get("generation_config"))
+    most = int(kwargs.get("max_new_tokens") or getattr(config, "max_new_tokens", 0) or 0)
+    return most if most <= MAX_COUNT else 0
 
 
 def begin_generation(

@@ -19,6 +19,7 @@ from otel_infer.instrumentation.followed_streams import (
     StreamWork,
     follow_call,
     follow_stream,
+    read_finish_reason,
 )
 from otel_infer.instrumentation.generation_calls import Generation, begin_generation, record_refusal
 from otel_infer.instrumentation.hooks.engines import read_file_name
@@ -29,7 +30,6 @@ from otel_infer.instrumentation.hooks.probe import Hook
 from otel_infer.instrumentation.model_calls import ModelLibrary, count_inputs, wrap_call, wrap_tokenizer
 from otel_infer.instrumentation.route_dependencies import override_dependency, wrap_queue_wait
 from otel_infer.ringbuffer import events
-from otel_infer.tracing import start
 
 PROVIDER = events.LLAMA_CPP
 _LLAMA, _SERVER, _LOCK = "llama_cpp.llama:Llama", "llama_cpp.server.app", "get_llama_proxy"
@@ -57,13 +57,17 @@ instrumentor.patch_hot_path(f"{_LLAMA}.tokenize", reads=("text",))(wrap_tokenize
 
 
 class Chat(RequestWork):
-    """A chat, which is a completion, or several."""
+    """A chat, which is a completion, or several. Those may begin with the first item that is read."""
 
-    def note_item(self, item: Any) -> None:
-        self.has_finished = self.has_finished or bool(item["choices"][0]["finish_reason"])
+    def enter(self) -> Any:
+        return _library.set(CHAT), super().enter()
+
+    def leave(self, entered: Any) -> None:
+        _library.reset(entered[0])
+        super().leave(entered[1])
 
 
-class Completion(Chat):
+class Completion(RequestWork):
     """A completion while it runs. `run`: the generation inside it, once that begins. `is_inner`: it is a part of another one."""
 
     run: Run | None
@@ -85,7 +89,7 @@ class Completion(Chat):
         """Ends the generation with the item that states its finish reason."""
         super().note_item(item)
         if self.has_finished:
-            self._end_run(None, item["choices"][0]["finish_reason"])
+            self._end_run(None, read_finish_reason(item))
 
     def _end_run(self, exc: BaseException | None, reason: str = "") -> None:
         run, self.run = self.run, None
@@ -104,13 +108,14 @@ class Completion(Chat):
 class Run(StreamWork):
     """A generation, begun with the first token, and its passes over the model. `prompt_left`: tokens of the prompt to compute.
 
-    `pending`: tokens of the step since its pass, the last one at `pending_at`. `drafted`, `accepted`: of the draft model.
+    `resets`: what the model has computed before is of this prompt. `pending`: tokens of the step since its pass, the last one at
+    `pending_at`. `drafted`, `accepted`: of the draft model.
     """
 
     generation: Generation
 
-    def __init__(self, llama: Any, prompt_tokens: int, hook: Hook) -> None:
-        self.llama, self.prompt_left = llama, prompt_tokens
+    def __init__(self, llama: Any, prompt_tokens: int, resets: bool, hook: Hook) -> None:
+        self.llama, self.prompt_left, self.resets = llama, prompt_tokens, resets
         self._hook: Hook | None = hook
         self.is_drafting = getattr(llama, "draft_model", None) is not None
         self.pending = self.pending_at = self.drafted = self.accepted = 0
@@ -140,7 +145,7 @@ class Run(StreamWork):
         """Begins a step, and ends the one before. `tokens`: that the pass computes."""
         generation, used = self.generation, self.llama.n_tokens
         self.end_step()
-        if not generation.steps and used:
+        if not generation.steps and used and self.resets:
             self._note_cached(min(used, self.prompt_left))
         elif self.prompt_left <= 0:
             self.drafted += tokens - 1
@@ -186,11 +191,13 @@ class Run(StreamWork):
         if exc is not None:
             self.generation.fail(exc)
         else:
-            is_end: Any = sys.modules["llama_cpp"].llama_vocab_is_eog
-            self.generation.tokens -= self.last_token >= 0 and is_end(
-                self.llama._model.vocab, self.last_token
-            )
+            self.generation.tokens -= self.last_token >= 0 and _ends_text(self.llama._model, self.last_token)
             self.generation.finish(reason)
+
+
+def _ends_text(model: Any, token: int) -> bool:
+    """Whether a token ends a text; False if the model is closed, because its vocabulary is freed."""
+    return model.model is not None and sys.modules["llama_cpp"].llama_vocab_is_eog(model.vocab, token)
 
 
 @instrumentor.patch_hot_path(f"{_LLAMA}.create_chat_completion", reads=("messages",))
@@ -198,13 +205,8 @@ def _patch_chat(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     """A chat may be several completions. Without a server it is one request."""
 
     def create_chat_completion(self: Any, *args: Any, **kwargs: Any) -> Any:
-        token = _library.set(CHAT)
-        try:
-            if not hook.alive or call_safely(hook, start.find_request) is not None:
-                return original(self, *args, **kwargs)
-            return follow_call(Chat(CHAT, self), hook, original, (self, *args), kwargs)
-        finally:
-            _library.reset(token)
+        arguments = hook, original, (self, *args), kwargs
+        return follow_call(Chat(CHAT, self), *arguments) if hook.alive else original(self, *args, **kwargs)
 
     return create_chat_completion
 
@@ -223,11 +225,11 @@ def _patch_completion(original: Callable[..., Any], hook: Hook) -> Callable[...,
 @instrumentor.patch_hot_path(f"{_LLAMA}.generate", reads=("tokens",))
 def _patch_generate(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     def generate(self: Any, tokens: Any, *args: Any, **kwargs: Any) -> Any:
-        if hasattr(tokens, "__next__"):
-            tokens = list(tokens)  # as the library does, but later
+        tokens = list(tokens) if hasattr(tokens, "__next__") else tokens  # as the library does, but later
         stream = original(self, tokens, *args, **kwargs)
         count = len(tokens) if hasattr(tokens, "__len__") else 0
-        return follow_stream(stream, Run(self, count, hook), hook) if hook.alive else stream
+        run = Run(self, count, args[6] if len(args) > 6 else kwargs.get("reset", True), hook)
+        return follow_stream(stream, run, hook) if hook.alive else stream
 
     return generate
 

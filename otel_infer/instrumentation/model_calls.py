@@ -9,6 +9,7 @@ library, of another one or of torch, is a part of it.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -206,11 +207,15 @@ def wrap_call(library: ModelLibrary | Callable[[Any], ModelLibrary | None], rows
 
 
 class StartedCall(NamedTuple):
-    """A call that runs in a thread of a library. `key`: id of what its callback is given. `items`: rows of its input."""
+    """A call that runs in a thread of a library. `key`: id of what its callback is given. `items`: rows of its input.
+
+    `context`: in which it was started.
+    """
 
     key: int
     call: LibraryCall
     items: int
+    context: contextvars.Context
 
 
 class StartedCalls:
@@ -226,20 +231,24 @@ class StartedCalls:
 
     def add(self, key: Any, call: LibraryCall, items: int) -> None:
         """Adds a call that is about to start, with the rows of its input."""
-        self._running.append(StartedCall(id(key), call, items))
+        self._running.append(StartedCall(id(key), call, items, contextvars.copy_context()))
 
     def list_running(self) -> list[StartedCall]:
         """Returns the calls that have not ended, in the order of their starts."""
         return list(self._running)
 
-    def end_one(self, key: Any) -> None:
-        """Ends the call that was started first of those with this key, if there is one."""
-        self.end_these([started for started in self.list_running() if started.key == id(key)][:1])
+    def end_one(self, key: Any) -> StartedCall | None:
+        """Ends and returns the call that was started first of those with this key; None if there is none."""
+        found = [started for started in self.list_running() if started.key == id(key)][:1]
+        self.end_these(found)
+        return found[0] if found else None
 
-    def end_last(self, failure: BaseException | None = None) -> None:
-        """Ends the call that was started last; those before it had ended, because the object runs one at a time."""
-        self.end_these(self.list_running()[-1:], failure)
+    def end_last(self, failure: BaseException | None = None) -> StartedCall | None:
+        """Ends and returns the call that was started last; those before it had ended: the object runs one at a time."""
+        last = self.list_running()[-1:]
+        self.end_these(last, failure)
         self.end_these(self.list_running())
+        return last[0] if last else None
 
     def fail(self, failed: LibraryCall, failure: BaseException) -> None:
         """Ends a call that did not start."""

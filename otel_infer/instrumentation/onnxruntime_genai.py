@@ -175,10 +175,21 @@ def _begin_turn(known: SharedGenerations, request: Any, tokens: Any, hook: Hook)
         known.add(request, turn, count)
 
 
+def _record_refused(request: Any, exc: BaseException, hook: Hook) -> None:
+    turn = begin_generation(LIBRARY, request, hook, is_prepared=False, has_own_steps=False)
+    if turn is not None:
+        turn.fail(exc)
+
+
 def _patch_turn(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     def begin_turn(*args: Any, **kwargs: Any) -> Any:
-        result = original(*args, **kwargs)
-        known = _turns.get(args[0]) if hook.alive else None
+        known = _turns.get(args[0]) if hook.alive and args else None
+        try:
+            result = original(*args, **kwargs)
+        except BaseException as exc:
+            if known is not None:
+                call_safely(hook, _record_refused, args[0], exc, hook)
+            raise
         if known is not None:
             tokens = args[1] if len(args) > 1 else kwargs.get("tokens", ())
             call_safely(hook, _begin_turn, known, args[0], tokens, hook)

@@ -19,6 +19,7 @@ from otel_infer.instrumentation.hooks.model_loading import wrap_loading
 from otel_infer.instrumentation.hooks.probe import Hook
 from otel_infer.instrumentation.model_calls import (
     ModelLibrary,
+    StartedCall,
     StartedCalls,
     begin_call,
     count_rows,
@@ -128,20 +129,24 @@ def _patch_cancel(original: Callable[..., Any], hook: Hook) -> Callable[..., Any
 def _patch_callback(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     def set_callback(self: Any, *args: Any, **kwargs: Any) -> Any:
         started = _get_started(self)  # the callback must not keep the request alive
+        if "callback" in kwargs:
+            args, kwargs = (kwargs["callback"], *args), {k: v for k, v in kwargs.items() if k != "callback"}
         return original(self, *_follow_callback(args, lambda *_: started.end_last(), hook), **kwargs)
 
     return set_callback
 
 
-def _follow_callback(args: tuple[Any, ...], end: Callable[..., None], hook: Hook) -> tuple[Any, ...]:
-    """Returns the arguments of `set_callback`, whose callback, the first, calls `end` before."""
+def _follow_callback(
+    args: tuple[Any, ...], end: Callable[..., StartedCall | None], hook: Hook
+) -> tuple[Any, ...]:
+    """Returns the arguments of `set_callback`, whose callback, the first, calls `end` before, and runs in the call's context."""
     if not args or not callable(args[0]):  # the library refuses it
         return args
     callback = args[0]
 
     def end_and_call(*given: Any) -> Any:
-        call_safely(hook, end, *given)
-        return callback(*given)
+        started: StartedCall | None = call_safely(hook, end, *given)
+        return callback(*given) if started is None else started.context.run(callback, *given)
 
     return end_and_call, *args[1:]
 
@@ -156,12 +161,12 @@ def _patch_queue_start(original: Callable[..., Any], hook: Hook) -> Callable[...
     def start_async(self: Any, inputs: Any = None, userdata: Any = None, *args: Any, **kwargs: Any) -> Any:
         is_full = not self.is_ready()
         call = _start_call(self, self[0], userdata, inputs, hook)
-        if call is not None and is_full:
-            self.get_idle_request_id()  # waits, as the original does then
-            now = _clock.now()
-            call.request.record_event(events.StageEnded(now, call.started_at, events.QUEUE_WAIT, 0))
-            call.started_at = now
         try:
+            if call is not None and is_full:
+                self.get_idle_request_id()  # waits, as the original does then
+                now = _clock.now()
+                call.request.record_event(events.StageEnded(now, call.started_at, events.QUEUE_WAIT, 0))
+                call.started_at = now
             return original(self, inputs, userdata, *args, **kwargs)
         except BaseException as exc:
             if call is not None:

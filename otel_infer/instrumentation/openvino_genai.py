@@ -14,7 +14,12 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from otel_infer.instrumentation.generation_calls import Generation, SharedGenerations, begin_generation
+from otel_infer.instrumentation.generation_calls import (
+    Generation,
+    SharedGenerations,
+    begin_generation,
+    read_limit,
+)
 from otel_infer.instrumentation.hooks.guarded_calls import call_or_fail, call_safely
 from otel_infer.instrumentation.hooks.instrumentor import Instrumentor
 from otel_infer.instrumentation.hooks.model_loading import LoadedNames
@@ -39,7 +44,10 @@ TEXT = ModelLibrary(PROVIDER, _names.read_name, events.OPERATION_TEXT_COMPLETION
 
 def _wrap_generate(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-        generation = begin_generation(TEXT, self, hook, is_prepared=False) if hook.alive else None
+        generation = None
+        if hook.alive:
+            most = read_limit(args[1:2], kwargs)
+            generation = begin_generation(TEXT, self, hook, max_tokens=most, is_prepared=False)
         if generation is None:
             return original(self, *args, **kwargs)
         streamer = args[2] if len(args) > 2 else kwargs.get("streamer")
@@ -80,13 +88,15 @@ def _end_generation(generation: Generation, result: Any) -> None:
             generation.tokens = int(metrics.get_num_generated_tokens()) or generation.tokens
             generation.note_prompt(int(metrics.get_num_input_tokens()))
     elif metrics is not None:
-        _record_past(generation, metrics)
+        prompt = sum(int(each.perf_metrics.get_num_input_tokens()) for each in results)
+        _record_past(generation, metrics, prompt)
     generation.submit()
-    generation.finish()
+    reason = next((each.name for each in getattr(next(iter(results), None), "finish_reasons", ())), "")
+    generation.finish(reason.lower() if reason in ("STOP", "LENGTH") else "")
 
 
-def _record_past(generation: Generation, metrics: Any) -> None:
-    """Records tokenizer and steps by the instants of the library, in ms of the monotonic clock."""
+def _record_past(generation: Generation, metrics: Any, prompt: int) -> None:
+    """Records tokenizer and steps by the instants of the library, in ms of the monotonic clock. `prompt`: its tokens."""
     raw = metrics.raw_metrics
     ends = [round(at * 1e6) for at in raw.m_new_token_times]
     if not ends:
@@ -94,14 +104,15 @@ def _record_past(generation: Generation, metrics: Any) -> None:
     tokenized_at = generation.began_at + round(sum(raw.tokenization_durations) * 1e3)
     if tokenized_at > generation.began_at:
         generation.request.record_stage_at(tokenized_at, events.TOKENIZE, generation.began_at, 0)
-    prompt, tokens = int(metrics.get_num_input_tokens()), int(metrics.get_num_generated_tokens())
+    tokens = int(metrics.get_num_generated_tokens())
     generation.submit(prompt, tokenized_at)
     first = ends[0] - round(next(iter(raw.token_infer_durations), 0) * 1e3)
     begins = [min(max(first, tokenized_at), ends[0]), *ends[:-1]]
-    rows = max(tokens // len(ends), 1)
+    sizes = list(raw.m_batch_sizes)
+    rows = sizes if len(sizes) == len(ends) else [max(tokens // len(ends), 1)] * len(ends)
     for number, (began_at, ended_at) in enumerate(zip(begins, ends)):
-        generation.begin_step(rows if number else max(prompt, 1), at=began_at)
-        generation.end_step(rows, ended_at)
+        generation.begin_step(rows[number] if number else max(prompt, 1), at=began_at)
+        generation.end_step(rows[number], ended_at)
     generation.tokens = tokens
 
 
@@ -109,20 +120,18 @@ def _record_past(generation: Generation, metrics: Any) -> None:
 
 
 class Batching:
-    """The requests of a pipeline that are not finished. Any thread may add one. `started`: the ids of handles with a token."""
+    """The requests of a pipeline that are not finished. Any thread may add one, or read its tokens."""
 
     def __init__(self, hook: Hook) -> None:
         self.requests = SharedGenerations(TEXT, hook)
-        self.started: set[int] = set()
         self.fail = self.requests.fail
 
     def add(self, handle: Any, generation: Generation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Adds a request, by the arguments of `add_request`. The answers of several sequences can be read at their end only."""
+        """Adds a request, by the arguments of `add_request`. Some answers can be read later than they are computed."""
         config: Any = args[2] if len(args) > 2 else kwargs.get("generation_config")
-        if getattr(config, "num_beams", 1) > 1 or getattr(config, "num_return_sequences", 1) > 1:
-            self.started.add(id(handle))
-        else:
-            self.started.discard(id(handle))  # a handle that is gone may have had this id
+        several = getattr(config, "num_beams", 1) > 1 or getattr(config, "num_return_sequences", 1) > 1
+        if not (several or getattr(config, "stop_strings", None)):
+            _waiting.add(id(handle))
         self.requests.add(handle, generation)
 
     def begin_step(self) -> None:
@@ -136,17 +145,16 @@ class Batching:
         """Ends a step. The library does not tell who got a token: all that have one before, or can read their first."""
         handles = self.requests.list_owners()
         states = {id(handle): handle.get_status().name for handle in handles}
-        self.started |= {id(handle) for handle in handles if handle.can_read()}
-        self.requests.end_step(
-            {key: 1 for key, state in states.items() if key in self.started and state in _COMPUTED}
-        )
+        _waiting.difference_update(id(handle) for handle in handles if handle.can_read())
+        computed = [key for key, state in states.items() if key not in _waiting and state in _COMPUTED]
+        self.requests.end_step(dict.fromkeys(computed, 1))
         for handle in handles:
             if states[id(handle)] != "RUNNING":
                 self._end(handle, states[id(handle)])
 
     def _end(self, handle: Any, state: str) -> None:
         generation = self.requests.take(handle)
-        self.started.discard(id(handle))
+        _waiting.discard(id(handle))
         if generation is None:
             return
         with contextlib.suppress(RuntimeError):  # it has none before its end
@@ -166,12 +174,17 @@ def _find_batching(pipeline: Any, hook: Hook) -> Batching:
     return known
 
 
+_waiting: set[int] = set()
+"""The ids of handles, of any pipeline, without a token."""
 _batchings: weakref.WeakKeyDictionary[Any, Batching] = weakref.WeakKeyDictionary()
 
 
 def _wrap_add(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     def add_request(self: Any, *args: Any, **kwargs: Any) -> Any:
-        generation = begin_generation(TEXT, self, hook, has_own_steps=False) if hook.alive else None
+        generation = None
+        if hook.alive:
+            most = read_limit(args[2:3], kwargs)
+            generation = begin_generation(TEXT, self, hook, max_tokens=most, has_own_steps=False)
         if generation is None:
             return original(self, *args, **kwargs)
         handle = call_or_fail(hook, generation, original, (self, *args), kwargs)
@@ -179,6 +192,18 @@ def _wrap_add(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
         return handle
 
     return add_request
+
+
+def _wrap_read(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+    """A reader in another thread may have what a step computed before the step returns."""
+
+    def read(self: Any) -> Any:
+        result = original(self)
+        if result:
+            _waiting.discard(id(self))
+        return result
+
+    return read
 
 
 def _wrap_step(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
@@ -204,16 +229,18 @@ for _pipeline in ("LLMPipeline", "VLMPipeline", "ContinuousBatchingPipeline"):
         _patch(f"{_pipeline}.{_name}", _wrap_generate)
 _patch("ContinuousBatchingPipeline.add_request", _wrap_add)
 _patch("ContinuousBatchingPipeline.step", _wrap_step)
-for _pipeline, _name, _operation in (
+for _name in ("read", "read_all"):
+    _patch(f"GenerationHandle.{_name}", _wrap_read)
+_CALLS = (
     ("TextEmbeddingPipeline", "embed_documents", events.OPERATION_EMBEDDINGS),
     ("TextEmbeddingPipeline", "embed_query", events.OPERATION_EMBEDDINGS),
     ("TextRerankPipeline", "rerank", events.OPERATION_RERANK),
     ("WhisperPipeline", "generate", events.OPERATION_TRANSCRIPTION),
     ("Text2ImagePipeline", "generate", events.OPERATION_GENERATE_CONTENT),
     ("Image2ImagePipeline", "generate", events.OPERATION_GENERATE_CONTENT),
-):
-    _patch(
-        f"{_pipeline}.{_name}", wrap_call(ModelLibrary(PROVIDER, _names.read_name, _operation), count_inputs)
-    )
-for _pipeline in ("TextEmbeddingPipeline", "TextRerankPipeline", "WhisperPipeline", "Text2ImagePipeline"):
+)
+for _pipeline, _name, _operation in _CALLS:
+    _library = ModelLibrary(PROVIDER, _names.read_name, _operation)
+    _patch(f"{_pipeline}.{_name}", wrap_call(_library, count_inputs))
+for _pipeline in dict.fromkeys(_call[0] for _call in _CALLS):
     _patch(f"{_pipeline}.__init__", _names.wrap_loading)

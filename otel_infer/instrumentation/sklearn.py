@@ -62,6 +62,8 @@ _methods = SubclassMethods(
         "predict_proba": _wrap_predict,
         "fit": suppress_torch,
         "fit_predict": suppress_torch,
+        "fit_transform": suppress_torch,
+        "partial_fit": suppress_torch,
     }
 )
 

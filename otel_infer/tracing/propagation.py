@@ -26,6 +26,10 @@ from otel_infer.tracing.span_ids import LazySpanIds, format_traceparent, to_span
 REQUEST_HEADER = "otel-infer-request"
 """Sent beside the standard headers, because another instrumentation below may replace those by its own."""
 
+IDS_BYTES = 24
+"""Length of trace id and span id in `REQUEST_HEADER`. A byte after them tells whether the request has a name: of the user or an
+engine (1), of the first model that served it (2)."""
+
 JOINED = "process"
 """Owner of the live span of a request that another process has opened."""
 
@@ -37,7 +41,8 @@ def inject(request: request_span.RequestSpan, has_readers: bool = True) -> dict[
     """
     trace_id, span_id, _, _ = request.ids
     headers = _to_headers(request) if has_readers else {}
-    headers[REQUEST_HEADER] = (trace_id + span_id).hex()
+    names = request.is_named | request.has_forward_name << 1
+    headers[REQUEST_HEADER] = (trace_id + span_id + (bytes((names,)) if names else b"")).hex()
     return headers
 
 
@@ -82,7 +87,8 @@ def join_as_span(headers: Mapping[str, str]) -> request_span.RequestSpan | None:
 
     None if they carry no request or nothing records. Its end is recorded by the process that opened it.
     """
-    ids = _parse_ids(headers.get(REQUEST_HEADER, ""))
+    text = headers.get(REQUEST_HEADER, "")
+    ids = _parse_ids(text)
     if ids is None or not recorder.active:
         return None
     arrived = _make_arrival(ids)
@@ -90,7 +96,10 @@ def join_as_span(headers: Mapping[str, str]) -> request_span.RequestSpan | None:
     is_sampled = context.span_context(around).trace_flags.sampled
     own_ids = ids[:16], ids[16:], bytes(8), bytes(8)
     span_ids = LazySpanIds(own_ids, events.SAMPLED if is_sampled else 0, has_server=False)
-    return request_span.RequestSpan(span_ids, recorder.open_request(arrived), arrived.at, JOINED, around)
+    joined = request_span.RequestSpan(span_ids, recorder.open_request(arrived), arrived.at, JOINED, around)
+    names = sum(bytes.fromhex(text)[IDS_BYTES:])
+    joined.is_named, joined.has_forward_name = bool(names & 1), bool(names & 2)
+    return joined
 
 
 def _make_arrival(ids: bytes) -> events.RequestArrived:
@@ -106,7 +115,7 @@ def _parse_ids(text: str) -> bytes | None:
         ids = bytes.fromhex(text)
     except ValueError:
         return None
-    return ids if len(ids) == 24 else None
+    return ids[:IDS_BYTES] if IDS_BYTES <= len(ids) <= IDS_BYTES + 1 else None
 
 
 def release(fragment: RequestFragment) -> None:

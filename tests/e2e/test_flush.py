@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.support.otlp_receiver import HTTP, OtlpReceiver, status
+from tests.support.toy_server import wait_until
 
 PROGRAM = """
 import sys
@@ -92,3 +93,21 @@ def test_a_flush_knows_spans_that_were_refused_before_it(receiver: OtlpReceiver,
         assert [program.ask("flush"), program.ask("flush")] == [False, True]
     finally:
         program.stop()
+
+
+KILLS_ITS_CHILDREN = """
+import os, signal
+import otel_infer
+otel_infer.instrument()
+with otel_infer.request("chat", model="toy"):
+    pass
+from otel_infer._bootstrap.install import installation
+os.kill(installation.sidecar.pid, signal.SIGKILL)
+"""
+
+
+def test_a_program_that_kills_all_its_children_before_its_exit_is_exported(receiver: OtlpReceiver) -> None:
+    """As SGLang's engine does when it shuts down."""
+    command = [sys.executable, "-c", KILLS_ITS_CHILDREN]
+    subprocess.run(command, env={**os.environ, **receiver.environ}, check=True, timeout=30)
+    wait_until(lambda: [span for span in receiver.spans if span["name"] == "chat toy"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -127,3 +128,31 @@ def test_the_load_of_a_model_is_a_phase_of_the_start(folder: Path, recording: Re
     ctranslate2.Generator(str(folder))
     (phase,) = [event for event in recording.events() if type(event) is events.PhaseEnded]
     assert phase[2:] == ("weights", "ctranslate2", "ct2-llama", "")
+
+
+def test_results_are_read_in_threads_at_the_same_time(generator: Any, recording: Recording) -> None:
+    """A result that two threads wait for crashes the process: it is read by its caller only."""
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(50):
+            results = generator.generate_batch(
+                [PROMPT] * 4, max_length=4, max_batch_size=1, asynchronous=True
+            )
+            assert len(list(pool.map(lambda result: result.result(), results))) == 4
+            del results
+    records = recording.records()
+    assert [record.outcome for record in records] == [events.OK] * 50
+    assert recording.in_flight == 0
+
+
+def test_an_asynchronous_batch_without_rows_ends_at_once(generator: Any, recording: Recording) -> None:
+    assert generator.score_batch([], asynchronous=True) == []
+    assert generator.generate_batch([], asynchronous=True) == []
+    assert ([record.outcome for record in recording.records()], recording.in_flight) == ([events.OK] * 2, 0)
+
+
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_prompts_are_lists_or_tuples(generator: Any, recording: Recording, kind: Any) -> None:
+    results = generator.generate_batch(kind([kind(PROMPT)] * 2), max_length=6, min_length=6)
+    (record,) = recording.records()
+    generated = sum(len(result.sequences[0]) - len(PROMPT[1:]) for result in results)
+    assert (record.input_tokens, record.output_tokens) == (2 * len(PROMPT), generated)

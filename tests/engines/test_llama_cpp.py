@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -194,9 +197,18 @@ def test_a_known_prefix_is_not_computed_again(llama: Any, recording: Recording) 
 def test_drafted_tokens_come_several_in_a_step(gguf_path: Path, recording: Recording) -> None:
     from llama_cpp.llama_speculative import LlamaDraftModel
 
+    plain = load(gguf_path)
+    prompt = plain.tokenize(PROMPT.encode())
+    known = prompt + list(itertools.islice(plain.generate(prompt, temp=0), 12))
+    gc.collect()
+    recording.records()
+
     class Guess(LlamaDraftModel):  # type: ignore[misc]
+        """Two tokens that the model chooses, and one that it does not."""
+
         def __call__(self, input_ids: Any, /, **kwargs: Any) -> Any:
-            return np.repeat(input_ids[-1], 3)
+            right = known[len(input_ids) : len(input_ids) + 2]
+            return np.array([*right, 3 if known[-1] != 3 else 4], dtype=np.intc)
 
     llama = load(gguf_path, draft_model=Guess(), logits_all=True)
     usage = llama.create_completion(PROMPT, max_tokens=12, temperature=0)["usage"]
@@ -239,3 +251,75 @@ def test_the_load_of_a_model_is_a_phase_of_the_start(gguf_path: Path, recording:
     load(gguf_path)
     (phase,) = [event for event in recording.events() if type(event) is events.PhaseEnded]
     assert phase[2:] == ("weights", "llama-cpp-python", "tiny-llama", "")
+
+
+def test_a_generation_that_is_dropped_after_its_model_reads_none_of_it(
+    llama: Any, recording: Recording
+) -> None:
+    stream = llama.generate(llama.tokenize(PROMPT.encode()))
+    next(stream)
+    llama.close()
+    del stream
+    gc.collect()
+    (record,) = recording.records()
+    assert (record.outcome, record.output_tokens) == (events.OK, 1)
+
+
+def test_an_exhausted_stream_keeps_no_model(gguf_path: Path, recording: Recording) -> None:
+    llama = load(gguf_path)
+    stream = llama.create_completion(PROMPT, max_tokens=2, stream=True)
+    chat = llama.create_chat_completion([{"role": "user", "content": "why"}], max_tokens=2, stream=True)
+    assert [bool(list(each)) for each in (stream, chat)] == [True, True]
+    model = weakref.ref(llama)
+    del llama
+    gc.collect()
+    assert model() is None
+
+
+@pytest.mark.parametrize("items", [[{"error": "refused"}], ["no", "chunks"], [{"choices": []}]], ids=repr)
+def test_a_chat_handlers_own_items_end_no_recording(
+    llama: Any, recording: Recording, items: list[Any]
+) -> None:
+    llama.chat_handler = lambda **_: iter(items)
+    message = [{"role": "user", "content": "why"}]
+    assert list(llama.create_chat_completion(message, stream=True)) == items
+    llama.chat_handler = None
+    llama.create_chat_completion(message, max_tokens=1)
+    assert hooks.instrumentor.status.hooks_active == hooks.instrumentor.status.hooks_due
+    assert [describe(record)[0] for record in recording.records()] == ["chat", "chat"]
+
+
+def test_a_chat_handler_that_begins_with_its_first_item_is_a_chat(
+    llama: Any, recording: Recording, serve: Serve
+) -> None:
+    def handle(**_: Any) -> Iterator[Any]:
+        yield from llama.create_completion(PROMPT, max_tokens=2, stream=True)
+
+    llama.chat_handler = handle
+    with serve():
+        list(llama.create_chat_completion([{"role": "user", "content": "why"}], stream=True))
+    (record,) = recording.records()
+    assert describe(record) == ("chat", "llama-cpp-python", "tiny-llama")
+
+
+def test_a_chat_handlers_own_iterator_is_returned(llama: Any, recording: Recording) -> None:
+    class Items:
+        usage = 3
+
+        def __iter__(self) -> Items:
+            return self
+
+        def __next__(self) -> Any:
+            raise StopIteration
+
+    llama.chat_handler = lambda **_: Items()
+    assert llama.create_chat_completion([{"role": "user", "content": "why"}], stream=True).usage == 3
+
+
+def test_a_context_before_the_prompt_is_no_part_of_it(llama: Any, recording: Recording) -> None:
+    tokens = llama.tokenize(PROMPT.encode())
+    llama.eval(tokens)
+    next(llama.generate(tokens[:10], reset=False))
+    gc.collect()
+    (record,) = recording.records()
+    assert (record.input_tokens, record.cached_tokens) == (10, 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -175,6 +176,16 @@ def test_a_turn_that_is_cancelled_is_aborted(model: Any, recording: Recording) -
     request.cancel_turn(1)
     (record,) = recording.records()
     assert (record.outcome, len(record.steps)) == (events.ABORTED, 1)
+
+
+def test_a_turn_that_is_refused_keeps_its_exception(model: Any, recording: Recording, serve: Serve) -> None:
+    request = og.Engine(model).create_request()
+    for block in (contextlib.nullcontext, serve):
+        with block(), pytest.raises(RuntimeError):
+            request.begin_turn([])
+    alone, served = recording.records()
+    assert (alone.outcome, alone.error_type) == (events.ERROR, "RuntimeError")
+    assert describe(served)[0] == "text_completion"
 
 
 def test_a_prompt_that_is_too_long_keeps_its_exception(model: Any, recording: Recording) -> None:

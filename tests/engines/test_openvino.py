@@ -75,6 +75,14 @@ def call_back(compiled: Any, rows: np.ndarray) -> None:
     assert done.wait(10)
 
 
+def call_back_by_name(compiled: Any, rows: np.ndarray) -> None:
+    request, done = compiled.create_infer_request(), threading.Event()
+    request.set_callback(callback=lambda data: done.set(), userdata="mine")
+    request.start_async({0: rows})
+    assert done.wait(10)
+    request.wait()
+
+
 def queue(compiled: Any, rows: np.ndarray) -> None:
     jobs = ov.AsyncInferQueue(compiled, 2)
     jobs.start_async({0: rows}, "mine")
@@ -89,7 +97,7 @@ def queue_with_callback(compiled: Any, rows: np.ndarray) -> None:
     assert got == [("mine", (len(rows), 4))]
 
 
-WAYS = (call, infer, infer_new, wait, call_back, queue, queue_with_callback)
+WAYS = (call, infer, infer_new, wait, call_back, call_back_by_name, queue, queue_with_callback)
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
@@ -125,6 +133,22 @@ def test_a_queue_without_an_idle_request_is_waited_for(
     assert sorted(stages_of(record)) == ["forward"] * 3 + ["ingress"] + ["queue wait"] * 2
     waits = [stage.ended_at - stage.started_at for stage in record.stages if stage.name == "queue wait"]
     assert min(waits) > 40e6
+
+
+def test_an_inference_that_a_callback_starts_is_of_the_same_request(
+    compiled: Any, recording: Recording, serve: Serve
+) -> None:
+    done = threading.Event()
+    first, second = compiled.create_infer_request(), compiled.create_infer_request()
+    second.set_callback(lambda data: done.set(), None)
+    first.set_callback(lambda data: second.start_async({0: make_rows(2)}), None)
+    with serve():
+        first.start_async({0: make_rows(1)})
+        assert done.wait(10)
+    (record,) = recording.records()
+    assert stages_of(record) == ["ingress", "forward", "forward"]
+    for request in (first, second):
+        request.wait()
 
 
 def make_slow() -> Any:

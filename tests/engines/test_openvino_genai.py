@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import queue
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -130,6 +132,61 @@ def test_a_handle_that_is_dropped_cancels_its_request(batching: Any, recording: 
         steps += 1
     (record,) = recording.records()
     assert (record.outcome, steps <= 2) == (events.ABORTED, True)
+
+
+def test_tokens_that_another_thread_reads_are_steps(batching: Any, recording: Recording) -> None:
+    """It reads them while the step still runs, and drops the handle when it is finished."""
+    waiting, stopped = queue.SimpleQueue[Any](), threading.Event()
+
+    def read() -> None:
+        while (handle := waiting.get()) is not None:
+            while handle.get_status().name == "RUNNING" or handle.can_read():
+                if handle.can_read():
+                    handle.read()
+            del handle
+            stopped.set()
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    for number in range(20):
+        stopped.clear()
+        waiting.put(batching.add_request(number, PROMPT, make_settings(6)))
+        while batching.has_non_finished_requests():
+            batching.step()
+        assert stopped.wait(10)
+    waiting.put(None)
+    reader.join()
+    records = recording.records()
+    assert [(record.outcome, len(record.steps)) for record in records] == [(events.OK, 6)] * 20
+    assert recording.in_flight == 0
+
+
+def test_steps_of_an_answer_with_stop_strings_are_seen(batching: Any, recording: Recording) -> None:
+    """The library holds back tokens that may be the begin of a stop string."""
+    settings = make_settings(8)
+    settings.stop_strings = {"zzzzzzzz"}
+    handle = batching.add_request(0, PROMPT, settings)
+    while batching.has_non_finished_requests():
+        batching.step()
+    (record,) = recording.records()
+    assert (len(record.steps), record.output_tokens) == (8, 8)
+    assert handle.get_status().name == "FINISHED"
+
+
+def test_finish_reasons_are_the_librarys(pipeline: Any, batching: Any, recording: Recording) -> None:
+    pipeline.generate([PROMPT], make_settings(3))
+    handle = batching.add_request(0, PROMPT, make_settings(3))
+    while batching.has_non_finished_requests():
+        batching.step()
+    assert handle.read_all()[0].finish_reason.name == "LENGTH"
+    assert [record.finish_reasons for record in recording.records()] == [("length",)] * 2
+
+
+def test_each_prompt_of_a_list_is_counted(batching: Any, recording: Recording) -> None:
+    results = batching.generate([PROMPT, PROMPT * 2], [make_settings(3), make_settings(6)])
+    (record,) = recording.records()
+    assert record.input_tokens == sum(each.perf_metrics.get_num_input_tokens() for each in results)
+    assert record.output_tokens == 9 == sum(record.steps.tokens)
 
 
 def test_steps_of_several_sequences_are_seen(batching: Any, recording: Recording) -> None:

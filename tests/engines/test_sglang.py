@@ -26,6 +26,7 @@ from tests.support import releases
 from tests.support.arrivals import counted
 from tests.support.otlp_receiver import OtlpReceiver
 from tests.support.served import Server
+from tests.support.toy_server import RUN as LAUNCHER
 from tests.support.trees import tree
 
 if importlib.util.find_spec("sglang") is None:  # its import needs the replacements
@@ -183,6 +184,7 @@ def test_several_answers_to_a_prompt_are_its_sequences(served: Served) -> None:
     reported = sum(each["meta_info"]["completion_tokens"] for each in answers)
     request = find(served.spans(answer), "text_completion tiny-llama")["attributes"]
     assert (request[semconv.USAGE_OUTPUT_TOKENS], request[semconv.SEQUENCES]) == (reported, 3)
+    assert request[semconv.USAGE_INPUT_TOKENS] == answers[0]["meta_info"]["prompt_tokens"]
     assert len(request[semconv.RESPONSE_FINISH_REASONS]) == 3
 
 
@@ -259,10 +261,11 @@ if __name__ == "__main__":
     )
     engine.generate(["why?", "because"], {{"max_new_tokens": 4}})
     engine.generate("why is the sky blue?", {{"max_new_tokens": 5, "n": 3}})
-    try:
-        engine.generate("word " * 2000, {{"max_new_tokens": 4}})
-    except ValueError:
-        print("refused")
+    for number in (1, 2):
+        try:
+            engine.generate("word " * 2000, {{"max_new_tokens": 4, "n": number}})
+        except ValueError:
+            print("refused")
     engine.shutdown()
 """
 
@@ -273,12 +276,17 @@ def test_installed_hooks_bind_as_the_sources_predict(monkeypatch: pytest.MonkeyP
     assert releases.bound(LIBRARY) == releases.installed_binds(LIBRARY)
 
 
-def test_a_prompt_without_a_server_is_a_request(tmp_path: Path, tiny_llama: Path) -> None:
+@pytest.mark.parametrize("launcher", [(), LAUNCHER], ids=["one-line", "otel-infer-run"])
+def test_a_prompt_without_a_server_is_a_request(
+    tmp_path: Path, tiny_llama: Path, launcher: tuple[str, ...]
+) -> None:
+    """With the line in the program, its sidecar is one of the children that the engine kills when it shuts down."""
     script = tmp_path / "offline.py"
-    script.write_text(OFFLINE.format(model=str(tiny_llama)))
+    line = "" if launcher else "import otel_infer\notel_infer.instrument()\n"
+    script.write_text(line + OFFLINE.format(model=str(tiny_llama)))
     with OtlpReceiver() as receiver:
         ended = subprocess.run(
-            [sys.executable, "-m", "otel_infer", "run", "--", sys.executable, str(script)],
+            [*launcher, sys.executable, str(script)],
             env={**os.environ, **ENVIRON, **receiver.environ}, check=True, timeout=200, capture_output=True,
         )  # fmt: skip
         time.sleep(1)
@@ -286,7 +294,7 @@ def test_a_prompt_without_a_server_is_a_request(tmp_path: Path, tiny_llama: Path
     assert b"refused" in ended.stdout
     requests = [span["attributes"] for span in spans]
     refused = [request for request in requests if semconv.ERROR_TYPE in request]
-    assert [request[semconv.ERROR_TYPE] for request in refused] == ["ValueError"]
+    assert [request[semconv.ERROR_TYPE] for request in refused] == ["ValueError"] * 2
     tokens = sorted(
         request[semconv.USAGE_OUTPUT_TOKENS] for request in requests if semconv.ERROR_TYPE not in request
     )

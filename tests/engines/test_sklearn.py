@@ -201,6 +201,57 @@ def test_methods_of_other_kinds_work_as_before(recording: Recording) -> None:
     assert recording.records() == []
 
 
+def define_estimator() -> type:
+    from sklearn.base import BaseEstimator, ClassifierMixin
+    from sklearn.utils.metaestimators import available_if
+
+    class Local(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
+        def fit(self, data: Any, labels: Any) -> Any:
+            self.classes_ = np.unique(labels)
+            return self
+
+        @available_if(lambda self: True)
+        def predict(self, data: Any) -> Any:
+            return np.full(len(data), self.classes_[0])
+
+    return Local
+
+
+def test_an_estimator_of_a_function_is_trained_in_other_processes(recording: Recording) -> None:
+    """cloudpickle pickles such a class by value, with all that its methods hold."""
+    import cloudpickle
+    from sklearn.model_selection import cross_val_score
+
+    estimator = define_estimator()()
+    assert len(cross_val_score(estimator, ROWS, LABELS, cv=2, n_jobs=2)) == 2
+    copied = cloudpickle.loads(cloudpickle.dumps(estimator.fit(ROWS, LABELS)))
+    assert copied.predict(ROWS).tolist() == estimator.predict(ROWS).tolist()
+    assert [record.model for record in recording.records()] == ["Local"]
+
+
+def test_a_decorated_method_keeps_what_its_decorator_added(recording: Recording) -> None:
+    from sklearn.base import BaseEstimator
+
+    class Cached(BaseEstimator):  # type: ignore[misc]
+        @functools.lru_cache(2)  # noqa: B019
+        def predict(self, rows: int) -> int:
+            return rows
+
+    estimator = Cached()
+    assert [estimator.predict(3), estimator.predict(3)] == [3, 3]
+    assert Cached.predict.cache_info().hits == 1
+    assert len(recording.records()) == 2
+
+
+def test_what_an_imputer_is_trained_with_is_no_inference(recording: Recording) -> None:
+    from sklearn.experimental import enable_iterative_imputer
+    from sklearn.impute import IterativeImputer
+
+    assert enable_iterative_imputer
+    assert IterativeImputer(max_iter=2).fit_transform(np.where(ROWS > 2, np.nan, ROWS)).shape == ROWS.shape
+    assert recording.records() == []
+
+
 @pytest.mark.parametrize("backend", ["threading", "loky"])
 def test_training_in_parallel_is_no_inference(backend: str, recording: Recording) -> None:
     import joblib

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import io
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -81,6 +84,30 @@ def test_a_training_loop_is_no_inference(recording: Recording) -> None:
     assert recording.records() == []
 
 
+class Frozen(torch.nn.Module):
+    """A trained head on a backbone that is not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone, self.head = Vision(), torch.nn.Linear(8, 2)
+        self.backbone.load_state_dict(self.backbone.state_dict())
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            features = self.backbone(rows)
+        return self.head(features)
+
+
+@pytest.mark.parametrize("ready", [lambda model: model.to("cpu"), lambda model: model.train()])
+def test_a_part_that_is_not_trained_is_no_inference(ready: Any, recording: Recording) -> None:
+    model = ready(Frozen())
+    model(rows()).sum().backward()
+    assert recording.records() == []
+    with torch.no_grad():
+        model.eval()(rows())
+    assert names_and_stages(recording) == [("Frozen", ["forward"])]
+
+
 def test_another_method_is_seen_by_the_part_that_it_calls(recording: Recording, serve: Serve) -> None:
     model = Pair().eval()
     with serve():
@@ -137,6 +164,36 @@ def test_a_program_of_a_model_in_evaluation_mode_is_seen(
     assert recording.records() == []  # what `trace` checks is no call of the application
     with serve():
         program(rows())
+    assert [stages for _, stages in names_and_stages(recording)] == [["ingress", "forward"]]
+
+
+def unpickle(program: Any) -> Any:
+    stream = io.BytesIO()
+    torch.save(program, stream)
+    stream.seek(0)
+    return torch.load(stream, weights_only=False)
+
+
+@pytest.mark.parametrize(
+    ("make", "copied"),
+    [
+        (torch.jit.script, copy.copy),
+        (torch.jit.script, copy.deepcopy),
+        (lambda model: torch.jit.trace(model, rows()), copy.deepcopy),
+        (torch.fx.symbolic_trace, copy.deepcopy),
+        (lambda model: torch.fx.symbolic_trace(model.layers), unpickle),
+        (lambda model: torch.export.export(model, (rows(),)).module(), copy.deepcopy),
+    ],
+)
+def test_a_copy_of_a_program_is_seen(make: Any, copied: Any, recording: Recording, serve: Serve) -> None:
+    program = make(Vision().eval())
+    if isinstance(program, torch.fx.GraphModule) and program.training:
+        with contextlib.suppress(NotImplementedError):  # an exported program has one mode
+            program.eval()
+    other = copied(program)
+    recording.records()
+    with serve():
+        other(rows())
     assert [stages for _, stages in names_and_stages(recording)] == [["ingress", "forward"]]
 
 

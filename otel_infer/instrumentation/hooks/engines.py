@@ -53,9 +53,11 @@ def read_file_name(path: str) -> str:
     *folders, name = [part for part in _SEPARATORS.split(path) if part] or [""]
     stem, _, suffix = name.rpartition(".")
     if not stem or suffix.lower() not in _SUFFIXES:
-        return name
+        return find_hub_id(path) or name
     words = set(re.split(r"[_.-]", stem.lower()))
-    return folders[-1] if folders and "model" in words and words <= _GENERIC_WORDS else stem
+    if folders and "model" in words and words <= _GENERIC_WORDS:
+        return find_hub_id(path) or folders[-1]
+    return stem
 
 
 _SUFFIXES = frozenset(
@@ -67,10 +69,24 @@ _GENERIC_WORDS = frozenset(
 )
 
 
+_SNAPSHOT = re.compile(r"[/\\]models--([^/\\]+)[/\\]snapshots[/\\]")
+
+
+def find_hub_id(path: str) -> str:
+    """Returns the hub id of a file or folder in the hub's cache, whose folder's name is a commit; "" = it is not there.
+
+    Source: huggingface_hub 2.4, file_download.py, `repo_folder_name`.
+    """
+    found = _SNAPSHOT.search(path)
+    return found[1].replace("--", "/") if found else ""
+
+
 @functools.lru_cache(256)
 def strip_model_path(name: str) -> str:
     """Returns a hub id unchanged, and of a file or folder only the last component, never its path."""
     is_path = os.path.isabs(name) or name.startswith((".", "~")) or name.count("/") > 1 or "\\" in name
+    if hub_id := find_hub_id(name):
+        return hub_id
     if is_path or os.path.exists(name):
         return _SEPARATORS.split(name.rstrip("/\\"))[-1]
     return name

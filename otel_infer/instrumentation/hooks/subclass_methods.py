@@ -3,19 +3,18 @@
     class MyModel(Base): def predict(self, …)  ─▶ Base.__init_subclass__ ─▶ MyModel.predict is wrapped
 
 A mixin that is no subclass itself is wrapped with the first subclass that inherits from it.
-Classes of `__main__` are left as they are, because cloudpickle pickles them by value, with all that their methods hold.
-So are methods that do not end where they return (generators, coroutines), and what is no method of an object.
+A wrapped method is pickled as the method itself, also by cloudpickle, which pickles some classes by value.
+Methods that do not end where they return (generators, coroutines) are left as they are, as is what is no method of an object.
 """
 
 from __future__ import annotations
 
-import functools
 import inspect
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from otel_infer.instrumentation.hooks.probe import Hook, WrapperFactory
+from otel_infer.instrumentation.hooks.probe import Hook, ProbeWrapper, WrapperFactory
 
 
 class SubclassMethods:
@@ -52,7 +51,7 @@ class SubclassMethods:
 
     def wrap_class(self, cls: type, hook: Hook) -> None:
         """Wraps the methods that the class itself defines. Never raises."""
-        if cls.__module__ == "__main__" or cls in self._wrapped:
+        if cls in self._wrapped:
             return
         wrapped = self._wrapped[cls] = {}
         for name, make in self._make_by_name.items():
@@ -60,7 +59,7 @@ class SubclassMethods:
             if current is None:
                 continue
             try:
-                replacement = _replace_method(current, make, hook)
+                replacement = _replace_method(current, make, hook, cls)
                 if replacement is not None:
                     setattr(cls, name, replacement)
                     wrapped[name] = current, replacement
@@ -76,7 +75,7 @@ class SubclassMethods:
         self._wrapped.clear()
 
 
-def _replace_method(current: Any, make: WrapperFactory, hook: Hook) -> Any:
+def _replace_method(current: Any, make: WrapperFactory, hook: Hook, owner: type) -> Any:
     """Returns the wrapper of a method, or of a descriptor that binds its function `fn` on some conditions.
 
     None for what is left as it is, such as a static method, a property or a generator.
@@ -84,10 +83,21 @@ def _replace_method(current: Any, make: WrapperFactory, hook: Hook) -> Any:
     inner: Any = getattr(current, "fn", None)
     is_conditional = not callable(current) and callable(inner) and hasattr(current, "check")
     if is_conditional:  # scikit-learn's `available_if`
-        return type(current)(functools.wraps(inner)(make(inner, hook)), current.check, current.attribute_name)
+        return type(current)(_wrap_method(inner, make, hook, owner), current.check, current.attribute_name)
     if not _is_method(current) or _ends_later(current):
         return None
-    return functools.wraps(current)(make(current, hook))
+    return _wrap_method(current, make, hook, owner)
+
+
+def _wrap_method(method: Any, make: WrapperFactory, hook: Hook, owner: type) -> ProbeWrapper:
+    call = make(method, hook)
+
+    def call_method(_: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return call(*args, **kwargs) if instance is None else call(instance, *args, **kwargs)
+
+    wrapper = ProbeWrapper(method, call_method)
+    wrapper._self_home = owner
+    return wrapper
 
 
 def _is_method(attribute: Any) -> bool:

@@ -18,6 +18,15 @@ loading_for_engine: ContextVar[bool] = ContextVar("otel_infer-loading-for-engine
 """True while an engine loads a model. The engine's instrumentor records the model, so `torch` ignores it."""
 
 
+def call_suppressed(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Returns what a function returns, in which no forward pass is recorded."""
+    token = torch_suppressed.set(True)
+    try:
+        return function(*args, **kwargs)
+    finally:
+        torch_suppressed.reset(token)
+
+
 def _make_flag_patch(variable: ContextVar[bool]) -> Callable[[Callable[..., Any], Hook], Callable[..., Any]]:
     """Returns a wrapper factory that sets the flag while a function runs.
 

@@ -51,10 +51,10 @@ def _get_scheduled(time_stats: Any) -> ScheduledRequest | None:
 
 def _finish_request(time_stats: Any) -> None:
     """Records the end of a request, and that the batch has lost a member, which may be one without a trace."""
+    SglangSteps.note_end()
     scheduled = _get_scheduled(time_stats)
     if scheduled is not None:
         scheduled.finish()
-    SglangSteps.note_end()
 
 
 @instrumentor.patch_hot_path(f"{STATS}:SchedulerReqTimeStats.set_completion_time", part=STEPS)

@@ -85,19 +85,20 @@ class SglangSteps:
     """Records the steps of one scheduler. `launched`: those without results, by their `forward_iter`.
 
     `mixed_until`: a request has left the batch; steps up to this one may have computed for it in vain. `has_ended`: a request
-    has left since the batch was last known to hold others.
+    has left since the batch was last known to hold others. `results_at`: when the first request of the step that is processed
+    left, before its output was sent; 0 = none has.
     """
 
     __slots__ = (
         *("__weakref__", "_blocks", "_known_mode", "_known_kind", "_total"),
-        *("has_ended", "launched", "mixed_until", "writer"),
+        *("has_ended", "launched", "mixed_until", "results_at", "writer"),
     )
 
     def __init__(self, scheduler: Any, writer: BatchWriter) -> None:
         self.writer = writer
         writer.pack_handles = _pack_handles
         self.launched: dict[int, LaunchedStep] = {}
-        self.mixed_until, self.has_ended = 0, False
+        self.mixed_until, self.results_at, self.has_ended = 0, 0, False
         self._known_mode: Any = None
         self._known_kind = DECODE
         self._total = int(scheduler.max_total_num_tokens)
@@ -150,7 +151,7 @@ class SglangSteps:
         launched = steps.launched.pop(batch.forward_iter, None) if steps is not None else None
         if steps is None or launched is None:
             return None
-        reqs = batch.reqs
+        reqs, steps.results_at = batch.reqs, 0
         if launched.size != len(reqs):
             return DeliveredTokens(launched)
         if launched.kind != DECODE:
@@ -170,7 +171,7 @@ class SglangSteps:
         if delivered.lengths:
             grown = [_count_output(req) - before for req, before in zip(batch.reqs, delivered.lengths)]
             counts = array("I", [max(count, 0) for count in grown]).tobytes()
-        steps.writer.write_done(step, counts, size, delivered.discarded)
+        steps.writer.write_done(step, counts, size, delivered.discarded, at=steps.results_at)
         if steps.has_ended and not steps.launched and not scheduler.waiting_queue:
             steps.has_ended, running = False, scheduler.running_batch
             if running is None or all(map(_has_left, running.reqs)):
@@ -182,6 +183,7 @@ class SglangSteps:
         steps = _last_steps.get()
         if steps is not None:
             steps.has_ended, steps.mixed_until = True, max(steps.launched, default=0)
+            steps.results_at = steps.results_at or _clock.now()
 
 
 def _record_prefixes(batch: Any) -> None:

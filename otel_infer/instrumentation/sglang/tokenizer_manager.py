@@ -9,6 +9,7 @@ The request comes from the context in which the handler runs. Offline (`Engine.g
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -41,10 +42,10 @@ OPERATIONS = {
 class Sequence:
     """A sequence of a request in this process. `owns_request`: the request was opened for it (offline).
 
-    `names`: operation, provider and model. `has_tokens`: it delivers tokens to a reader.
+    `names`: operation, provider and model. `has_tokens`: it delivers tokens to a reader. `failure`: that its caller got.
     """
 
-    __slots__ = ("has_tokens", "names", "owns_request", "request")
+    __slots__ = ("failure", "has_tokens", "names", "owns_request", "request")
 
     def __init__(
         self,
@@ -55,6 +56,7 @@ class Sequence:
     ) -> None:
         self.request, self.owns_request = request, owns_request
         self.names, self.has_tokens = names, has_tokens
+        self.failure: BaseException | None = None
 
 
 def _wrap_convert(operation: str) -> WrapperFactory:
@@ -152,18 +154,25 @@ def _patch_release(original: Callable[..., Any], hook: Hook) -> Callable[..., An
     def release(self: Any, request_states: Any) -> Any:
         failure = sys.exc_info()[1]
         if hook.alive:
-            for state in list(request_states.values()):
-                call_safely(hook, _end_refused, state, failure)
+            call_safely(hook, _end_refused, self, dict(request_states), failure)
         return original(self, request_states)
 
     return release
 
 
-def _end_refused(state: Any, failure: BaseException | None) -> None:
-    """Ends a sequence that the scheduler never got. One that it has ends with its last output."""
-    sequence = None if state.dispatched else state.time_stats.__dict__.pop(STATE, None)
-    if sequence is not None and sequence.owns_request:
-        sequence.request.close(*classify_exception(failure))
+def _end_refused(manager: Any, states: dict[str, Any], failure: BaseException | None) -> None:
+    """Ends the sequences that the scheduler never got. One that it has ends with its last output."""
+    is_refused = not any(state.dispatched for state in states.values())
+    for rid, state in states.items():
+        sequence = _get_sequence(state.time_stats)
+        if sequence is None and is_refused:  # several answers, of which none began
+            sequence = _bind_sequence(manager, state, rid)
+        if sequence is None or not sequence.owns_request:
+            continue
+        sequence.failure = failure
+        if not state.dispatched:
+            delattr(state.time_stats, STATE)
+            sequence.request.close(*classify_exception(failure))
 
 
 def _get_sequence(time_stats: Any) -> Sequence | None:
@@ -188,6 +197,10 @@ def _patch_send(read_all: Callable[[Any], list[Any]]) -> WrapperFactory:
     return make_wrapper
 
 
+_prompts: weakref.WeakKeyDictionary[request_span.RequestSpan, Any] = weakref.WeakKeyDictionary()
+"""The last prompt of a request with several answers, which counts once."""
+
+
 def _record_submitted(manager: Any, tokenized: Any) -> None:
     """Records that a sequence is submitted, and adds the ids of its request to what is sent."""
     state = manager.rid_to_state.get(tokenized.rid)
@@ -201,7 +214,12 @@ def _record_submitted(manager: Any, tokenized: Any) -> None:
     if not request.is_named and not sequence.owns_request:
         request.is_named = True
         request.set_operation(*sequence.names)
-    request.record_submitted(ENGINE, 1, len(tokenized.input_ids or ()), limit or 0)
+    prompt: Any = tokenized.input_ids or ()
+    is_repeated = False
+    if (getattr(state.obj, "parallel_sample_num", 1) or 1) > 1:
+        is_repeated = _prompts.get(request) is prompt
+        _prompts[request] = prompt
+    request.record_submitted(ENGINE, 1, 0 if is_repeated else len(prompt), limit or 0)
     ids = propagation.inject(request, has_readers=False)
     setattr(tokenized.time_stats, IDS, ids[propagation.REQUEST_HEADER])
 
@@ -244,7 +262,7 @@ def _patch_finished(original: Callable[..., Any], hook: Hook) -> Callable[..., A
     def set_finished_time(self: Any, *args: Any, **kwargs: Any) -> Any:
         sequence = self.__dict__.pop(STATE, None)
         if sequence is not None and sequence.owns_request and hook.alive:
-            call_safely(hook, sequence.request.close)
+            call_safely(hook, sequence.request.close, *classify_exception(sequence.failure))
         return original(self, *args, **kwargs)
 
     return set_finished_time

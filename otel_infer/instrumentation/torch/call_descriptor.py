@@ -7,7 +7,7 @@ Dynamo traces `get_call`, which is in the `__dict__` of the class. The interpret
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import MethodType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -145,3 +145,16 @@ if is_compiled:
     CallDescriptor.show_get(get_call)  # type: ignore[attr-defined]
 else:
     CallDescriptor.__get__ = get_call  # type: ignore[attr-defined]
+
+
+def read_batch_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Returns the batch size: the length of the first tensor of two or more dimensions; 0 = there is none."""
+    for value in (*args, *kwargs.values()):
+        for tensor in value.values() if isinstance(value, Mapping) else (value,):
+            try:
+                shape = tensor.shape
+            except Exception:  # no tensor, or an object of the application whose `shape` property raises
+                continue
+            if isinstance(shape, tuple) and len(shape) >= 2:
+                return int(shape[0])
+    return 0

@@ -21,7 +21,7 @@ import contextlib
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from otel_infer import _clock
@@ -30,13 +30,14 @@ from otel_infer.gpu.timing import UNTIMED, timing
 from otel_infer.instrumentation.hooks.engines import read_model_name
 from otel_infer.instrumentation.hooks.instrumentor import Instrumentor
 from otel_infer.instrumentation.hooks.probe import Hook
-from otel_infer.instrumentation.hooks.suppression import loading_for_engine, torch_suppressed
+from otel_infer.instrumentation.hooks.suppression import call_suppressed, loading_for_engine, torch_suppressed
 from otel_infer.instrumentation.hooks.target import TargetMismatch
 from otel_infer.instrumentation.torch.call_descriptor import (
     CALL_ATTRIBUTE,
     CallDescriptor,
     ModelNames,
     get_call,
+    read_batch_size,
 )
 from otel_infer.ringbuffer import events
 from otel_infer.ringbuffer.recorder import recorder
@@ -95,7 +96,9 @@ def _call_traced(module: Any, /, *args: Any, **kwargs: Any) -> Any:
         _call_descriptor.hook.mark_failed(exc)
         request = None
     if request is None:
-        return inner(*args, **kwargs)
+        # Parts of a model that is trained are no inferences either, such as a backbone without gradients.
+        is_training = getattr(module, "training", False) and _call_descriptor.is_grad_enabled()
+        return call_suppressed(inner, args, kwargs) if is_training else inner(*args, **kwargs)
     flag, failure = torch_suppressed.set(True), None
     try:
         return inner(*args, **kwargs)
@@ -107,7 +110,7 @@ def _call_traced(module: Any, /, *args: Any, **kwargs: Any) -> Any:
         try:
             first: Any = args[0] if args else next(iter(kwargs.values()), None)
             shape: Any = first.shape if type(first) is _call_descriptor.tensor else ()
-            items = int(shape[0]) if len(shape) > 1 else _read_batch_size(args, kwargs)
+            items = int(shape[0]) if len(shape) > 1 else read_batch_size(args, kwargs)
             items = items if failure is None else events.RAISED
             if token is None and handle == UNTIMED:
                 request.record_stage(STAGE, started_at, items)
@@ -179,21 +182,8 @@ def _read_names(module: Any) -> ModelNames:
     return names
 
 
-def _read_batch_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Returns the batch size: the length of the first tensor of two or more dimensions; 0 = there is none."""
-    for value in (*args, *kwargs.values()):
-        for tensor in value.values() if isinstance(value, Mapping) else (value,):
-            try:
-                shape = tensor.shape
-            except Exception:  # no tensor, or an object of the application whose `shape` property raises
-                continue
-            if isinstance(shape, tuple) and len(shape) >= 2:
-                return int(shape[0])
-    return 0
-
-
 _call_descriptor = CallDescriptor(_outermost_modules, _call_traced)
-_call_descriptor.connect_compiled(_model_names, STAGE, PROVIDER, _end_failed, _read_batch_size)
+_call_descriptor.connect_compiled(_model_names, STAGE, PROVIDER, _end_failed, read_batch_size)
 
 
 # ── outermost modules ────────────────────────────────────────────────────────────────────────────────────────────
@@ -228,7 +218,7 @@ def patch_train(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
             _train_recursion.is_active = False
         try:
             if mode:
-                for part in (self, *self._modules.values()):
+                for part in self.modules() if _outermost_modules else ():
                     _unwatch(id(part))
             else:
                 watch_module(self)
@@ -270,7 +260,16 @@ def patch_optimized_module(original: Callable[..., Any], hook: Hook) -> Callable
     dynamo = sys.modules["torch._dynamo.eval_frame"]
     # Before torch 2.7 `skip_code` exists only in the C extension.
     skip_code = getattr(dynamo, "skip_code", None) or sys.modules["torch"]._C._dynamo.eval_frame.skip_code
-    for function in (get_call, _call_traced, _open_request, _end_failed, _end_forward, _read_batch_size):
+    excluded = (
+        get_call,
+        _call_traced,
+        call_suppressed,
+        _open_request,
+        _end_failed,
+        _end_forward,
+        read_batch_size,
+    )
+    for function in excluded:
         skip_code(function.__code__)
 
     def init_optimized(self: Any, mod: Any, *args: Any, **kwargs: Any) -> None:
@@ -293,6 +292,11 @@ def watch_module(module: Any) -> None:
                 continue
             if _watch_one(part):
                 _wholes[id(part)] = weakref.ref(module)
+
+
+def is_watched(module: Any) -> bool:
+    """Whether a module is registered as outermost."""
+    return id(module) in _outermost_modules
 
 
 def _watch_one(module: Any) -> bool:

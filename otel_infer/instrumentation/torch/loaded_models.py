@@ -20,7 +20,7 @@ from otel_infer.instrumentation.hooks.guarded_calls import call_safely
 from otel_infer.instrumentation.hooks.probe import Hook, WrapperFactory
 from otel_infer.instrumentation.hooks.suppression import suppress_torch
 from otel_infer.instrumentation.model_calls import ModelLibrary, count_rows, wrap_call
-from otel_infer.instrumentation.torch.forward import PROVIDER, instrumentor, watch_module
+from otel_infer.instrumentation.torch.forward import PROVIDER, instrumentor, is_watched, watch_module
 
 _MODULE = "torch.nn.modules.module:Module"
 _PACKAGE = "torch.export.pt2_archive._package"
@@ -48,6 +48,18 @@ def _patch_method(original: Callable[..., Any], hook: Hook) -> Callable[..., Any
         return result
 
     return method
+
+
+def _patch_copy(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+    """For a method of a program that copies it: what is made of a program that is outermost is so too."""
+
+    def copy_module(self: Any, *args: Any, **kwargs: Any) -> Any:
+        module = original(self, *args, **kwargs)
+        if hook.alive:
+            call_safely(hook, _watch_loaded if is_watched(self) else _watch_compiled, module)
+        return module
+
+    return copy_module
 
 
 def _watch_compiled(module: Any) -> None:
@@ -89,6 +101,11 @@ _TARGETS: tuple[tuple[str, WrapperFactory, str], ...] = (
     ("torch.jit._recursive:create_script_module", _patch_maker(_watch_compiled), "jit"),
     ("torch.jit._trace:make_module", _patch_maker(_watch_compiled), "jit"),
     ("torch.jit._trace:_check_trace", suppress_torch, "jit"),
+    ("torch.jit._script:RecursiveScriptModule.__copy__", _patch_copy, "jit"),
+    ("torch.jit._script:RecursiveScriptModule.__deepcopy__", _patch_copy, "jit"),
+    ("torch.fx.graph_module:GraphModule.__copy__", _patch_copy, "fx"),
+    ("torch.fx.graph_module:GraphModule.__deepcopy__", _patch_copy, "fx"),
+    ("torch.fx.graph_module:reduce_graph_module", _patch_maker(_watch_compiled), "fx"),
     ("torch.export.exported_program:ExportedProgram.module", _patch_maker(_watch_loaded), "export"),
     ("torch._inductor:aoti_load_package", _patch_load_package, "inductor"),
     (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections import OrderedDict, UserDict
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -94,6 +95,8 @@ def test_calls_are_stages_with_model_and_place(run: Callable[..., Any], recordin
         ((["scores"], {"ids": ARRAY}), {}, 3),
         ((None,), {"input_feed": {"mask": None, "ids": ARRAY}}, 3),
         (([ARRAY],), {}, 3),
+        ((["scores"], OrderedDict(ids=ARRAY)), {}, 3),
+        ((None, UserDict(ids=ARRAY)), {}, 3),  # what a tokenizer returns
         ((), {"rows": ARRAY}, 3),
         ((SimpleNamespace(shape=lambda: (5, 2)),), {}, 5),
         ((SimpleNamespace(shape=(9,)), object(), ARRAY), {}, 3),

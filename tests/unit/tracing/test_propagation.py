@@ -66,6 +66,17 @@ def test_without_other_readers_only_the_request_header_is_sent(request_: request
     }
 
 
+@pytest.mark.parametrize(("is_named", "has_forward_name"), [(False, False), (True, False), (False, True)])
+def test_a_part_in_another_process_knows_whether_its_request_has_a_name(
+    request_: request_span.RequestSpan, is_named: bool, has_forward_name: bool
+) -> None:
+    request_.is_named, request_.has_forward_name = is_named, has_forward_name
+    joined = propagation.join_as_span(propagation.inject(request_))
+    assert joined is not None
+    assert (joined.is_named, joined.has_forward_name) == (is_named, has_forward_name)
+    assert propagation.join_request(propagation.inject(request_)) is not None
+
+
 def test_sequences_share_one_fragment_until_the_last_release(
     request_: request_span.RequestSpan,
 ) -> None:

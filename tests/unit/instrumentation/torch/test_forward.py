@@ -323,7 +323,7 @@ def test_uncountable_batch_is_recorded_without_error(recording: Recording) -> No
     ],
 )
 def test_batch_size_is_read_from_the_first_tensor(args: Any, kwargs: Any, rows: int) -> None:
-    assert forward_hooks._read_batch_size(args, kwargs) == rows
+    assert forward_hooks.read_batch_size(args, kwargs) == rows
 
 
 class Config:
@@ -337,6 +337,10 @@ class Config:
         ("BAAI/bge-small-en", "BAAI/bge-small-en"),
         ("/srv/models/bge-small/", "bge-small"),
         ("./bge-small", "bge-small"),
+        (
+            "/root/.cache/hub/models--BAAI--bge-small-en/snapshots/5c38ec7c405ec4b44b94cc5a9bb96e735b38267a",
+            "BAAI/bge-small-en",
+        ),
         ("", "Encoder"),
         (None, "Encoder"),
         (5, "Encoder"),
