@@ -7,6 +7,7 @@ A result is read only by the caller: CTranslate2's can be waited for by one thre
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -52,7 +53,7 @@ class PendingResults:
         self._end(None, exc)
 
     def _end(self, values: list[Any] | None, exc: BaseException | None) -> None:
-        if self._ends:
+        with contextlib.suppress(IndexError):
             end = self._ends.pop()
             call_safely(self._hook, end, values, exc)
 

@@ -222,10 +222,10 @@ def test_an_estimator_of_a_function_is_trained_in_other_processes(recording: Rec
     import cloudpickle
     from sklearn.model_selection import cross_val_score
 
-    estimator = define_estimator()()
+    estimator = define_estimator()().fit(ROWS, LABELS)
+    expected = estimator.predict(ROWS).tolist()
     assert len(cross_val_score(estimator, ROWS, LABELS, cv=2, n_jobs=2)) == 2
-    copied = cloudpickle.loads(cloudpickle.dumps(estimator.fit(ROWS, LABELS)))
-    assert copied.predict(ROWS).tolist() == estimator.predict(ROWS).tolist()
+    assert cloudpickle.loads(cloudpickle.dumps(estimator)).predict(ROWS).tolist() == expected
     assert [record.model for record in recording.records()] == ["Local"]
 
 

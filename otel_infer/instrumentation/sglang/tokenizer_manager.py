@@ -198,7 +198,7 @@ def _patch_send(read_all: Callable[[Any], list[Any]]) -> WrapperFactory:
 
 
 _prompts: weakref.WeakKeyDictionary[request_span.RequestSpan, Any] = weakref.WeakKeyDictionary()
-"""The last prompt of a request with several answers, which counts once."""
+"""The last prompt of each request, which counts once, however many answers there are to it."""
 
 
 def _record_submitted(manager: Any, tokenized: Any) -> None:
@@ -215,10 +215,7 @@ def _record_submitted(manager: Any, tokenized: Any) -> None:
         request.is_named = True
         request.set_operation(*sequence.names)
     prompt: Any = tokenized.input_ids or ()
-    is_repeated = False
-    if (getattr(state.obj, "parallel_sample_num", 1) or 1) > 1:
-        is_repeated = _prompts.get(request) is prompt
-        _prompts[request] = prompt
+    is_repeated, _prompts[request] = _prompts.get(request) is prompt, prompt
     request.record_submitted(ENGINE, 1, 0 if is_repeated else len(prompt), limit or 0)
     ids = propagation.inject(request, has_readers=False)
     setattr(tokenized.time_stats, IDS, ids[propagation.REQUEST_HEADER])
