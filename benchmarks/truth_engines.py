@@ -276,9 +276,10 @@ def make_openvino_genai(folder: Path) -> Engine:
 
     def generate() -> None:
         first.calls = later.calls = 0
-        pipeline.add_request(0, PROMPT, settings)
+        handle = pipeline.add_request(0, PROMPT, settings)  # without a handle the library computes nothing
         while pipeline.has_non_finished_requests():
             pipeline.step()
+        handle.read_all()
 
     beneath = lay_beneath(f"{OPENVINO_GENAI}:ContinuousBatchingPipeline")
     return Engine(
