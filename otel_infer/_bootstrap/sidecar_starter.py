@@ -68,7 +68,9 @@ class SidecarStarter:
         if self.sidecar is None or (self.is_running() and not _is_dying(self.sidecar.pid)):
             return
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self.sidecar.wait(DEATH_S)
+            self.sidecar.wait(
+                DEATH_S
+            )  # sets `returncode`: 0 if the program itself has waited for its children
         if self.sidecar.returncode is None or self.sidecar.returncode > 0 or not folder.is_dir():
             return
         with contextlib.suppress(OSError, launcher.SidecarStartError):

@@ -6,7 +6,6 @@ it ends, raises, or is left before its end ─▶ work.end
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from collections.abc import Callable, Generator, Iterator
 from typing import Any
@@ -72,9 +71,10 @@ class RequestWork(StreamWork):
 
 def read_finish_reason(chunk: Any) -> str:
     """Returns the finish reason of a chunk as OpenAI's API has it; "" = it has none, or is of another kind."""
-    with contextlib.suppress(TypeError, LookupError):
+    try:
         return chunk["choices"][0]["finish_reason"] or ""
-    return ""
+    except (TypeError, LookupError):
+        return ""
 
 
 def call_at_work(

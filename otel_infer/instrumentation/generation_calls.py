@@ -22,7 +22,6 @@ from otel_infer.instrumentation.hooks.thread_counters import begin_thread_run, r
 from otel_infer.instrumentation.model_calls import ModelLibrary, describe_model, guard_rows, open_request
 from otel_infer.ringbuffer import events
 from otel_infer.ringbuffer.batch_writer import BatchWriter
-from otel_infer.ringbuffer.events.codec import MAX_COUNT
 from otel_infer.ringbuffer.recorder import recorder
 from otel_infer.tracing import request_span, start
 from otel_infer.tracing.outcome import classify_exception
@@ -215,9 +214,10 @@ class SharedGenerations:
         """Returns the objects that stand for the generations."""
         return [owner for reference in list(self._owners.values()) if (owner := reference()) is not None]
 
-    def begin_step(self) -> None:
-        """Notes that a pass begins. What is dropped while it runs, since its reader saw the end, is left after it."""
+    def begin_step(self) -> list[Any]:
+        """Notes that a pass begins. Returns the objects, which are kept until its end: a reader may see the end of one, and drop it."""
         self._began_at, self._held = _clock.now(), self.list_owners()
+        return self._held
 
     def end_step(self, delivered: Mapping[int, int]) -> None:
         """Records a pass. `delivered`: the tokens of each object that got some, by its id."""
@@ -273,7 +273,7 @@ def read_limit(configs: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     """Returns the most tokens of an answer by `max_new_tokens`, of a call's settings or by its name; 0 = unlimited, or not known."""
     config: Any = next(iter(configs), kwargs.get("generation_config"))
     most = int(kwargs.get("max_new_tokens") or getattr(config, "max_new_tokens", 0) or 0)
-    return most if most <= MAX_COUNT else 0
+    return most if most <= events.MAX_COUNT else 0
 
 
 def begin_generation(

@@ -129,8 +129,8 @@ def _patch_cancel(original: Callable[..., Any], hook: Hook) -> Callable[..., Any
 def _patch_callback(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     def set_callback(self: Any, *args: Any, **kwargs: Any) -> Any:
         started = _get_started(self)  # the callback must not keep the request alive
-        if "callback" in kwargs:
-            args, kwargs = (kwargs["callback"], *args), {k: v for k, v in kwargs.items() if k != "callback"}
+        if not args and "callback" in kwargs:
+            args, kwargs = (kwargs["callback"],), {k: v for k, v in kwargs.items() if k != "callback"}
         return original(self, *_follow_callback(args, lambda *_: started.end_last(), hook), **kwargs)
 
     return set_callback

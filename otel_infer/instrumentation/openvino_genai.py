@@ -91,8 +91,8 @@ def _end_generation(generation: Generation, result: Any) -> None:
         prompt = sum(int(each.perf_metrics.get_num_input_tokens()) for each in results)
         _record_past(generation, metrics, prompt)
     generation.submit()
-    reason = next((each.name for each in getattr(next(iter(results), None), "finish_reasons", ())), "")
-    generation.finish(reason.lower() if reason in ("STOP", "LENGTH") else "")
+    reasons = [each.name for result in results for each in getattr(result, "finish_reasons", ())]
+    generation.finish(reasons[0].lower() if reasons and reasons[0] in ("STOP", "LENGTH") else "")
 
 
 def _record_past(generation: Generation, metrics: Any, prompt: int) -> None:
@@ -136,16 +136,17 @@ class Batching:
 
     def begin_step(self) -> None:
         """Begins a step, which forgets the state of requests that were stopped before it."""
-        for handle in self.requests.list_owners():
+        for handle in self.requests.begin_step():
             if handle.get_status().name == "STOP":
                 self._end(handle, "STOP")
-        self.requests.begin_step()
 
     def end_step(self) -> None:
         """Ends a step. The library does not tell who got a token: all that have one before, or can read their first."""
         handles = self.requests.list_owners()
         states = {id(handle): handle.get_status().name for handle in handles}
-        _waiting.difference_update(id(handle) for handle in handles if handle.can_read())
+        _waiting.difference_update(
+            key for key, handle in zip(states, handles) if key in _waiting and handle.can_read()
+        )
         computed = [key for key, state in states.items() if key not in _waiting and state in _COMPUTED]
         self.requests.end_step(dict.fromkeys(computed, 1))
         for handle in handles:

@@ -27,8 +27,9 @@ REQUEST_HEADER = "otel-infer-request"
 """Sent beside the standard headers, because another instrumentation below may replace those by its own."""
 
 IDS_BYTES = 24
-"""Length of trace id and span id in `REQUEST_HEADER`. A byte after them tells whether the request has a name: of the user or an
-engine (1), of the first model that served it (2)."""
+"""Length of trace id and span id in `REQUEST_HEADER`. A request with a name has a byte of flags after them."""
+NAMED, NAMED_BY_FORWARD = 1, 2
+"""Flags: the user or an engine named the request; the first model that served it did."""
 
 JOINED = "process"
 """Owner of the live span of a request that another process has opened."""
@@ -41,8 +42,8 @@ def inject(request: request_span.RequestSpan, has_readers: bool = True) -> dict[
     """
     trace_id, span_id, _, _ = request.ids
     headers = _to_headers(request) if has_readers else {}
-    names = request.is_named | request.has_forward_name << 1
-    headers[REQUEST_HEADER] = (trace_id + span_id + (bytes((names,)) if names else b"")).hex()
+    flags = NAMED * request.is_named | NAMED_BY_FORWARD * request.has_forward_name
+    headers[REQUEST_HEADER] = (trace_id + span_id + bytes([flags] if flags else [])).hex()
     return headers
 
 
@@ -70,8 +71,8 @@ def join_request(headers: Mapping[str, str] | None) -> RequestFragment | None:
 
     None if they carry no request or nothing records.
     """
-    ids = _parse_ids(headers.get(REQUEST_HEADER, "")) if headers else None
-    if ids is None or not recorder.active:
+    ids, _ = _parse_header(headers.get(REQUEST_HEADER, "") if headers else "")
+    if not ids or not recorder.active:
         return None
     fragment = _fragments.get(ids[16:])
     if fragment is None:
@@ -87,9 +88,8 @@ def join_as_span(headers: Mapping[str, str]) -> request_span.RequestSpan | None:
 
     None if they carry no request or nothing records. Its end is recorded by the process that opened it.
     """
-    text = headers.get(REQUEST_HEADER, "")
-    ids = _parse_ids(text)
-    if ids is None or not recorder.active:
+    ids, flags = _parse_header(headers.get(REQUEST_HEADER, ""))
+    if not ids or not recorder.active:
         return None
     arrived = _make_arrival(ids)
     around = _read_context(headers, ids)
@@ -97,8 +97,7 @@ def join_as_span(headers: Mapping[str, str]) -> request_span.RequestSpan | None:
     own_ids = ids[:16], ids[16:], bytes(8), bytes(8)
     span_ids = LazySpanIds(own_ids, events.SAMPLED if is_sampled else 0, has_server=False)
     joined = request_span.RequestSpan(span_ids, recorder.open_request(arrived), arrived.at, JOINED, around)
-    names = sum(bytes.fromhex(text)[IDS_BYTES:])
-    joined.is_named, joined.has_forward_name = bool(names & 1), bool(names & 2)
+    joined.is_named, joined.has_forward_name = bool(flags & NAMED), bool(flags & NAMED_BY_FORWARD)
     return joined
 
 
@@ -109,13 +108,15 @@ def _make_arrival(ids: bytes) -> events.RequestArrived:
     return events.RequestArrived(now, wall_at, ids[:16], ids[16:], bytes(8), bytes(8), events.JOINED, *names)
 
 
-def _parse_ids(text: str) -> bytes | None:
-    """Returns trace id and span id of a `REQUEST_HEADER` as 24 bytes; None if the value is invalid."""
+def _parse_header(text: str) -> tuple[bytes, int]:
+    """Returns trace id and span id of a `REQUEST_HEADER` as 24 bytes, and its flags; no bytes if the value is invalid."""
     try:
-        ids = bytes.fromhex(text)
+        parsed = bytes.fromhex(text)
     except ValueError:
-        return None
-    return ids[:IDS_BYTES] if IDS_BYTES <= len(ids) <= IDS_BYTES + 1 else None
+        return b"", 0
+    if not IDS_BYTES <= len(parsed) <= IDS_BYTES + 1:
+        return b"", 0
+    return parsed[:IDS_BYTES], parsed[-1] if len(parsed) > IDS_BYTES else 0
 
 
 def release(fragment: RequestFragment) -> None:

@@ -27,6 +27,7 @@ from tests.support.arrivals import counted
 from tests.support.otlp_receiver import OtlpReceiver
 from tests.support.served import Server
 from tests.support.toy_server import RUN as LAUNCHER
+from tests.support.toy_server import wait_until
 from tests.support.trees import tree
 
 if importlib.util.find_spec("sglang") is None:  # its import needs the replacements
@@ -270,6 +271,10 @@ if __name__ == "__main__":
 """
 
 
+def completions_of(receiver: OtlpReceiver) -> list[dict[str, Any]]:
+    return [span for span in receiver.spans if span["name"] == "text_completion tiny-llama"]
+
+
 def test_installed_hooks_bind_as_the_sources_predict(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in ENVIRON.items():
         monkeypatch.setenv(name, value)
@@ -289,8 +294,9 @@ def test_a_prompt_without_a_server_is_a_request(
             [*launcher, sys.executable, str(script)],
             env={**os.environ, **ENVIRON, **receiver.environ}, check=True, timeout=200, capture_output=True,
         )  # fmt: skip
-        time.sleep(1)
-        spans = [span for span in receiver.spans if span["name"] == "text_completion tiny-llama"]
+        wait_until(lambda: len(completions_of(receiver)) >= 8)
+        time.sleep(1)  # for spans that must not come
+        spans = completions_of(receiver)
     assert b"refused" in ended.stdout
     requests = [span["attributes"] for span in spans]
     refused = [request for request in requests if semconv.ERROR_TYPE in request]

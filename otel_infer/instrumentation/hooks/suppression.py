@@ -18,13 +18,15 @@ loading_for_engine: ContextVar[bool] = ContextVar("otel_infer-loading-for-engine
 """True while an engine loads a model. The engine's instrumentor records the model, so `torch` ignores it."""
 
 
-def call_suppressed(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Returns what a function returns, in which no forward pass is recorded."""
-    token = torch_suppressed.set(True)
+def call_with_flag(
+    variable: ContextVar[bool], function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Returns what a function returns, during which the flag is set."""
+    token = variable.set(True)
     try:
         return function(*args, **kwargs)
     finally:
-        torch_suppressed.reset(token)
+        variable.reset(token)
 
 
 def _make_flag_patch(variable: ContextVar[bool]) -> Callable[[Callable[..., Any], Hook], Callable[..., Any]]:
@@ -34,14 +36,10 @@ def _make_flag_patch(variable: ContextVar[bool]) -> Callable[[Callable[..., Any]
     """
 
     def make_wrapper(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
-        def call_with_flag(*args: Any, **kwargs: Any) -> Any:
-            token = variable.set(True)
-            try:
-                return original(*args, **kwargs)
-            finally:
-                variable.reset(token)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return call_with_flag(variable, original, args, kwargs)
 
-        return call_with_flag
+        return call
 
     return make_wrapper
 

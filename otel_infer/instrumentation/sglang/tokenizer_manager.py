@@ -215,7 +215,8 @@ def _record_submitted(manager: Any, tokenized: Any) -> None:
         request.is_named = True
         request.set_operation(*sequence.names)
     prompt: Any = tokenized.input_ids or ()
-    is_repeated, _prompts[request] = _prompts.get(request) is prompt, prompt
+    is_repeated = _prompts.get(request) is prompt
+    _prompts[request] = prompt
     request.record_submitted(ENGINE, 1, 0 if is_repeated else len(prompt), limit or 0)
     ids = propagation.inject(request, has_readers=False)
     setattr(tokenized.time_stats, IDS, ids[propagation.REQUEST_HEADER])

@@ -30,7 +30,7 @@ from otel_infer.gpu.timing import UNTIMED, timing
 from otel_infer.instrumentation.hooks.engines import read_model_name
 from otel_infer.instrumentation.hooks.instrumentor import Instrumentor
 from otel_infer.instrumentation.hooks.probe import Hook
-from otel_infer.instrumentation.hooks.suppression import call_suppressed, loading_for_engine, torch_suppressed
+from otel_infer.instrumentation.hooks.suppression import call_with_flag, loading_for_engine, torch_suppressed
 from otel_infer.instrumentation.hooks.target import TargetMismatch
 from otel_infer.instrumentation.torch.call_descriptor import (
     CALL_ATTRIBUTE,
@@ -98,7 +98,9 @@ def _call_traced(module: Any, /, *args: Any, **kwargs: Any) -> Any:
     if request is None:
         # Parts of a model that is trained are no inferences either, such as a backbone without gradients.
         is_training = getattr(module, "training", False) and _call_descriptor.is_grad_enabled()
-        return call_suppressed(inner, args, kwargs) if is_training else inner(*args, **kwargs)
+        if is_training:
+            return call_with_flag(torch_suppressed, inner, args, kwargs)
+        return inner(*args, **kwargs)
     flag, failure = torch_suppressed.set(True), None
     try:
         return inner(*args, **kwargs)
@@ -263,7 +265,7 @@ def patch_optimized_module(original: Callable[..., Any], hook: Hook) -> Callable
     excluded = (
         get_call,
         _call_traced,
-        call_suppressed,
+        call_with_flag,
         _open_request,
         _end_failed,
         _end_forward,
